@@ -1,0 +1,1 @@
+"""What runs: one short file a flow, and the command line."""

@@ -1,0 +1,129 @@
+"""Who runs KIVI's kernels: one interface, three backends.
+
+``mlx`` is plain MLX operations and runs everywhere; ``metal`` and ``cuda`` run the project's own kernels. A backend never
+falls back to another: what it cannot do raises :class:`BackendError`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from kivi.spec import BackendName
+
+Name = Literal["mlx", "metal", "cuda"]
+NAMES: tuple[Name, ...] = ("metal", "cuda", "mlx")  # best first: the order in which `auto` tries
+
+
+class BackendError(RuntimeError):
+    """A backend that is missing, or a kernel that failed to compile or to run."""
+
+
+class Packed(NamedTuple):
+    """Packed codes with the scale and zero of their groups: the triple that ``mx.quantized_matmul`` takes.
+
+    Keys (groups along tokens): words ``[B, H, D, S * bits / 32]``, scale and zero ``[B, H, D, S / G]``.
+    Values (groups along channels): words ``[B, H, S, D' * bits / 32]``, scale and zero ``[B, H, S, D' / G]``, where ``D'``
+    is ``D`` padded to whole groups. Words are uint32, codes low bits first; scale and zero are in ``param_dtype``.
+    """
+
+    words: mx.array
+    scale: mx.array
+    zero: mx.array
+
+
+@dataclass(frozen=True)
+class History:
+    """What a few queries attend to: one layer's tokens in storage order, oldest first.
+
+    Three stretches, each an array with spare capacity at its end and a count of the tokens that are there: sinks (exact),
+    codes, window (exact; it ends with the tokens of the call). Counts are ints, or int32 arrays ``[B]`` when rows of a batch
+    have histories of different lengths.
+    """
+
+    key_bits: int
+    value_bits: int
+    group_size: int
+    sink_keys: mx.array | None  # [B, H, capacity, D_k]
+    sink_values: mx.array | None  # [B, H, capacity, D_v]
+    keys: Packed | None  # capacity C tokens; None while nothing is quantised
+    values: Packed | None
+    window_keys: mx.array  # [B, H, capacity, D_k]
+    window_values: mx.array  # [B, H, capacity, D_v]
+    sink_count: int | mx.array
+    code_count: int | mx.array
+    window_count: int | mx.array
+
+
+class Backend(Protocol):
+    """The operations that a cache needs. All equal :mod:`kivi.quantize` bit for bit, attention within a stated bound."""
+
+    name: Name
+
+    def group_roundtrip(self, x: mx.array, *, bits: int, group_size: int, axis: int, param_dtype: mx.Dtype) -> mx.array:
+        """Return what :func:`kivi.quantize.group_roundtrip` returns."""
+        ...
+
+    def quantize_keys(self, keys: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
+        """Quantise and pack keys ``[B, H, S, D]``; ``S`` is a whole number of groups."""
+        ...
+
+    def quantize_values(self, values: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
+        """Quantise and pack values ``[B, H, S, D]``."""
+        ...
+
+    def decode_attention(
+        self,
+        queries: mx.array,
+        history: History,
+        *,
+        scale: float,
+        causal: bool,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend with a few queries on codes.
+
+        Args:
+            queries: ``[B, H_q, L, D_k]``; ``H_q`` a multiple of the KV heads. Not modified.
+            history: The tokens; the last ``L`` of the window are those of the queries.
+            scale: Factor of the scores, usually ``D_k ** -0.5``.
+            causal: Query ``i`` does not see the window's last ``L - 1 - i`` tokens.
+            mask: Boolean (True: seen) or additive, broadcastable to ``[B, H_q, L, N]``, in storage order: ``N`` columns are
+                the capacities of sinks, codes and window. What lies beyond a count is never seen, whatever the mask says.
+            sinks: Attention sinks, one logit a query head ``[H_q]``, in the softmax's denominator only.
+
+        Returns:
+            ``[B, H_q, L, D_v]`` in the dtype of the queries.
+        """
+        ...
+
+
+class Availability(NamedTuple):
+    """Whether a backend runs here, and why not (or on what)."""
+
+    ok: bool
+    reason: str
+
+
+def available(name: Name) -> Availability:
+    """Return whether backend ``name`` runs on this machine, with the reason."""
+    availability: Availability = importlib.import_module(f"kivi.backends.{name}").available()
+    return availability
+
+
+def resolve(name: BackendName) -> Backend:
+    """Return the backend called ``name``; ``auto`` is the best that is available.
+
+    Raises:
+        BackendError: a backend was required and is not available; the message says why and what to do.
+    """
+    chosen = next(other for other in NAMES if available(other).ok) if name == "auto" else name
+    availability = available(chosen)
+    if not availability.ok:
+        raise BackendError(f"backend={chosen}: {availability.reason}; use backend=auto or backend=mlx")
+    backend: Backend = importlib.import_module(f"kivi.backends.{chosen}").BACKEND
+    return backend

@@ -1,0 +1,1 @@
+"""What kivi measures, and the typed results."""

@@ -1,0 +1,258 @@
+"""The typed, versioned result of one cell: JSON both ways, NaN and infinity refused.
+
+Every number carries its unit and whether higher is better in its field's schema, so that tables, MLflow and the gate read
+them from one place (:func:`metric_fields`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kivi.accounting import CacheBytes
+from kivi.measure.settings import MeasureSettings
+from kivi.spec import CacheSpec
+
+
+def metric(description: str, unit: str, *, higher_is_better: bool | None) -> Any:
+    """Declare a measured number; ``higher_is_better`` is None where neither direction is good."""
+    return Field(
+        description=description,
+        json_schema_extra={"unit": unit, "higher_is_better": higher_is_better},
+    )
+
+
+class Record(BaseModel):
+    """Base of all results: frozen, no unknown fields, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Interval(Record):
+    """A 95 % confidence interval and how it was made."""
+
+    low: float
+    high: float
+    method: str
+
+
+class DepthBucket(Record):
+    """Quality of the scored positions ``start <= position < stop``."""
+
+    start: int
+    stop: int
+    positions: int
+    kl_mean: float
+    flip_rate: float
+
+
+class Quality(Record):
+    """Distance from the full-precision cache, teacher-forced on the same tokens.
+
+    Over the scored positions whose query can see at least one quantised key; for a cache that never quantises, over all.
+    """
+
+    kl_mean: float = metric("mean KL divergence from the full cache", "nats", higher_is_better=False)
+    kl_median: float = metric("median KL divergence", "nats", higher_is_better=False)
+    kl_p99: float = metric("99th percentile of the KL divergence", "nats", higher_is_better=False)
+    kl_max: float = metric("largest KL divergence", "nats", higher_is_better=False)
+    flip_rate: float = metric("share of positions whose top token changes", "1", higher_is_better=False)
+    perplexity: float = metric("perplexity with this cache", "1", higher_is_better=False)
+    perplexity_full: float = metric("perplexity with the full cache on the same positions", "1", higher_is_better=None)
+    coverage: float = metric("share of scored positions that see a quantised key", "1", higher_is_better=None)
+    positions: int = metric("positions that the figures are over", "tokens", higher_is_better=None)
+    sequences: int = metric("sequences scored", "1", higher_is_better=None)
+    kl_interval: Interval | None = None
+    flip_interval: Interval | None = None
+    by_depth: list[DepthBucket] = []
+    sequence_kl: list[float] = Field([], description="mean KL of each sequence or block, in order: the gate's paired samples")
+    sequence_flips: list[float] = Field([], description="flip rate of each sequence or block, in order")
+
+
+class Continuation(Record):
+    """One prompt continued by both caches, greedily."""
+
+    prompt_tail: str
+    reference: str
+    text: str
+    agreement: float
+    first_divergence: int | None
+
+
+class Generation(Record):
+    """Free-running trajectories, and logits on the reference's trajectory. Trajectories are not a measure of cache error."""
+
+    token_agreement: float = metric("share of generated tokens equal to the full cache's", "1", higher_is_better=True)
+    first_divergence: float = metric("mean step of the first different token (steps, if none)", "steps", higher_is_better=True)
+    repetition_rate: float = metric("share of generated 4-grams that repeat an earlier one", "1", higher_is_better=False)
+    steps: int = metric("tokens generated a prompt", "tokens", higher_is_better=None)
+    context: int = metric("prompt tokens", "tokens", higher_is_better=None)
+    logit_cosine: list[float] = Field([], description="cosine to the full cache's logits by decode step, teacher-forced")
+    logit_cosine_free: list[float] = Field([], description="the same, free-running: cache error and divergence together")
+    step_kl: list[float] = Field([], description="KL by decode step, teacher-forced")
+    continuations: list[Continuation] = []
+
+
+class Timing(Record):
+    """Rates over rounds: median, extremes, and each round's value in order."""
+
+    median: float
+    minimum: float
+    maximum: float
+    rounds: list[float]
+
+
+class ContextThroughput(Record):
+    """Timings at one context length; ratios pair each round with the full cache's round."""
+
+    context: int
+    prefill_tps: Timing
+    decode_tps: Timing
+    time_to_first_token_s: Timing
+    prefill_ratio: Timing
+    decode_ratio: Timing
+    prefill_ratio_interval: Interval | None = None
+    decode_ratio_interval: Interval | None = None
+
+
+class Throughput(Record):
+    """Speed beside the full cache, arms interleaved. The scalar figures are medians at the longest context."""
+
+    prefill_tps: float = metric("prompt tokens a second", "tokens/s", higher_is_better=True)
+    decode_tps: float = metric("generated tokens a second", "tokens/s", higher_is_better=True)
+    prefill_ratio: float = metric("prefill speed over the full cache's, same round", "1", higher_is_better=True)
+    decode_ratio: float = metric("decode speed over the full cache's, same round", "1", higher_is_better=True)
+    baseline_spread: float = metric("(max - min) / median of the full cache's own decode", "1", higher_is_better=None)
+    contexts: list[ContextThroughput] = []
+
+
+class Memory(Record):
+    """Bytes of the cache after the generation context and steps, and peaks of the process."""
+
+    resident_bytes: int = metric("bytes of live cache arrays", "bytes", higher_is_better=False)
+    accounted_bytes: int = metric("bytes that the cache accounts for", "bytes", higher_is_better=False)
+    full_bytes: int = metric("bytes of the same tokens in full precision", "bytes", higher_is_better=None)
+    compression: float = metric("full precision over resident", "1", higher_is_better=True)
+    bytes_per_token: float = metric("resident bytes a token, all layers", "bytes", higher_is_better=False)
+    peak_prefill_bytes: int = metric("MLX's peak during prefill", "bytes", higher_is_better=False)
+    peak_decode_bytes: int = metric("MLX's peak during decode", "bytes", higher_is_better=False)
+    process_peak_bytes: int = metric("largest resident set of the process so far", "bytes", higher_is_better=None)
+    tokens: int = metric("tokens in the cache, over all rows", "tokens", higher_is_better=None)
+
+
+class Accounting(Record):
+    """The seven figures of the cache's own books, from token counts."""
+
+    compressed_key_bytes: int = metric("quantised keys: codes, scales and zeros", "bytes", higher_is_better=False)
+    full_key_bytes: int = metric("all keys in full precision", "bytes", higher_is_better=None)
+    compressed_value_bytes: int = metric("quantised values: codes, scales and zeros", "bytes", higher_is_better=False)
+    full_value_bytes: int = metric("all values in full precision", "bytes", higher_is_better=None)
+    residual_bytes: int = metric("tokens kept in full precision", "bytes", higher_is_better=False)
+    average_bits: float = metric(
+        "bits of a number in the quantised region, parameters included", "bits", higher_is_better=False
+    )
+    compression_ratio: float = metric("full precision over what the books say", "1", higher_is_better=True)
+
+
+class Finding(Record):
+    """Something an audit saw."""
+
+    name: str
+    severity: Literal["info", "warning", "error"]
+    evidence: str
+    command: str = ""
+
+
+class Audit(Record):
+    """Whether the cache told the truth in this cell."""
+
+    passed: bool
+    findings: list[Finding] = []
+    bytes: CacheBytes
+
+
+class Provenance(Record):
+    """What produced the result; hardware by kind, never by host name."""
+
+    started: datetime
+    seconds: dict[str, float]
+    model: str
+    model_revision: str
+    weights_digest: str
+    model_dtype: str
+    prompt_set: str
+    prompt_sha256: str
+    settings: MeasureSettings
+    spec: CacheSpec
+    backend: str
+    backend_reason: str
+    device: str
+    blas: str
+    packages: dict[str, str]
+    git_sha: str
+    git_dirty: bool
+    layers_quantized: int
+    layers_kept: dict[str, str] = Field({}, description="layers that keep their own cache, and why")
+    coverage_note: str = Field(description="what the cell covered, in a sentence")
+
+
+class CellResult(Record):
+    """One cell: one model, one prompt set, one spec."""
+
+    schema_version: Literal[1] = 1
+    cell_key: str
+    quality: Quality
+    generation: Generation
+    throughput: Throughput | None = Field(None, description="None until the interleaved timing of all caches has run")
+    memory: Memory
+    accounting: Accounting
+    audit: Audit
+    provenance: Provenance
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.provenance.spec
+
+
+class MetricField(NamedTuple):
+    """A measured number's name, e.g. ``quality.kl_mean``, with what its schema says."""
+
+    name: str
+    description: str
+    unit: str
+    higher_is_better: bool | None
+
+
+FAMILIES: dict[str, type[Record]] = {
+    "quality": Quality,
+    "generation": Generation,
+    "throughput": Throughput,
+    "memory": Memory,
+    "accounting": Accounting,
+}
+
+
+def metric_fields() -> list[MetricField]:
+    """Return every metric of the schema, in the order of the schema."""
+    fields = []
+    for family, record in FAMILIES.items():
+        for name, field in record.model_fields.items():
+            extra: Any = field.json_schema_extra
+            if extra:
+                fields.append(
+                    MetricField(f"{family}.{name}", field.description or "", extra["unit"], extra["higher_is_better"])
+                )
+    return fields
+
+
+def metric_values(result: CellResult) -> Iterator[tuple[str, float]]:
+    """Yield the name and value of every metric that ``result`` holds, and ``audit.passed`` as 0 or 1."""
+    for field in metric_fields():
+        family, name = field.name.split(".")
+        record = getattr(result, family)
+        if record is not None:
+            yield field.name, float(getattr(record, name))
+    yield "audit.passed", float(result.audit.passed)

@@ -1,0 +1,43 @@
+"""How much is measured: validated settings of each measurement, with units and bounds."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ScoreSettings(Settings):
+    """Teacher-forced scoring on fixed token positions."""
+
+    sequences: int = Field(1, ge=1, le=4096, description="sequences to score")
+    length: int = Field(1024, ge=64, le=1_048_576, description="tokens a sequence")
+    step_tokens: int = Field(0, ge=0, le=4096, description="first decode steps also scored one token a call")
+
+
+class GenerationSettings(Settings):
+    """Greedy generation, and teacher-forced decode steps on the reference's tokens."""
+
+    continuations: int = Field(4, ge=1, le=256, description="prompts that are continued")
+    context: int = Field(512, ge=16, le=1_048_576, description="prompt tokens of each")
+    steps: int = Field(24, ge=1, le=4096, description="tokens generated for each")
+
+
+class ThroughputSettings(Settings):
+    """Interleaved timing of all caches of one model."""
+
+    rounds: int = Field(3, ge=1, le=100, description="interleaved rounds, each with its own prompt")
+    contexts: tuple[int, ...] = Field((512,), min_length=1, description="prompt tokens of each timing")
+    steps: int = Field(16, ge=2, le=4096, description="decode steps that are timed")
+
+
+class MeasureSettings(Settings):
+    """Everything that one cell measures."""
+
+    score: ScoreSettings = ScoreSettings()
+    generation: GenerationSettings = GenerationSettings()
+    throughput: ThroughputSettings = ThroughputSettings()
+    seed: int = Field(0, ge=0, description="seed of every resampling")
+    deadline_s: float = Field(3600, gt=0, description="seconds after which a cell is stopped and fails")

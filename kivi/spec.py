@@ -1,0 +1,230 @@
+"""CacheSpec: what a cache is, validated once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+import mlx.core as mx
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+Kind = Literal["full", "kivi", "kivi-roundtrip", "mlx-quantized"]
+BackendName = Literal["auto", "metal", "cuda", "mlx"]
+ParamDtype = Literal["float16", "float32"]
+
+KIVI_BITS = (2, 4, 8)
+MLX_BITS = (2, 3, 4, 5, 6, 8)  # what mx.quantize takes
+GROUP_SIZES = (32, 64, 128)  # what MLX's quantised matmul takes
+MLX_QUANTIZED_FIELDS = ("key_bits", "value_bits", "group_size")
+SHORT_NAMES = {
+    "bits": ("key_bits", "value_bits"),
+    "group": ("group_size",),
+    "residual": ("residual_length",),
+    "sinks": ("sink_length",),
+    "params": ("param_dtype",),
+}
+
+
+class SpecError(ValueError):
+    """A cache spec that cannot be built; the message is one sentence that names the value and the remedy."""
+
+
+def _check_bits(bits: Any) -> Any:
+    if isinstance(bits, list | tuple):
+        raise ValueError(f"{bits!r}: one cache has one number of bits; give layers their own under `layers`")
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in MLX_BITS:
+        raise ValueError(f"{bits!r}: KIVI codes have 2, 4 or 8 bits")
+    return bits
+
+
+def _check_group_size(group_size: Any) -> Any:
+    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size not in GROUP_SIZES:
+        raise ValueError(f"{group_size!r}: MLX packs groups of 32, 64 or 128")
+    return group_size
+
+
+Bits = Annotated[int, BeforeValidator(_check_bits, json_schema_input_type=int)]
+GroupSize = Annotated[int, BeforeValidator(_check_group_size, json_schema_input_type=int)]
+TokenCount = Annotated[int, Field(ge=0, strict=True)]
+
+
+class LayerSpec(BaseModel):
+    """What one layer does differently; fields left out are those of the whole spec."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["full", "kivi", "kivi-roundtrip"] | None = None
+    key_bits: Bits | None = None
+    value_bits: Bits | None = None
+    group_size: GroupSize | None = None
+    residual_length: TokenCount | None = None
+    sink_length: TokenCount | None = None
+    param_dtype: ParamDtype | None = None
+
+
+class CacheSpec(BaseModel):
+    """A KV cache, in the terms of the KIVI paper (arXiv:2402.02750, section 3).
+
+    Lengths count tokens. A spec is frozen and hashable by its ``slug``; two specs with the same slug build the same cache.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind = Field("kivi", description="full, kivi (packed), kivi-roundtrip (the seed's), mlx-quantized (mlx-lm's own)")
+    key_bits: Bits = Field(2, description="bits a key code: 2, 4 or 8")
+    value_bits: Bits = Field(2, description="bits a value code: 2, 4 or 8")
+    group_size: GroupSize = Field(32, description="elements that share a scale and a zero: 32, 64 or 128")
+    residual_length: TokenCount = Field(128, description="newest tokens kept in full precision")
+    sink_length: TokenCount = Field(0, description="first tokens kept in full precision, a multiple of group_size")
+    param_dtype: ParamDtype = Field("float16", description="dtype of scales and zeros")
+    backend: BackendName = Field("auto", description="who runs the kernels; auto takes the best that is available")
+    layers: dict[int, LayerSpec] = Field(
+        default_factory=dict,
+        description="what single layers do differently; negative indices count from the last layer",
+    )
+
+    @field_validator("param_dtype", mode="before")
+    @classmethod
+    def _no_bfloat16(cls, dtype: Any) -> Any:
+        if dtype == "bfloat16":
+            raise ValueError("'bfloat16': its 8-bit mantissa ruins the zeros of large channels; use float16 or float32")
+        return dtype
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        given = self.model_fields_set - {"kind"}
+        if self.kind == "full" and given:
+            raise ValueError(f"a full cache takes no options, got {', '.join(sorted(given))}")
+        if self.kind == "mlx-quantized":
+            self._check_mlx_quantized(given)
+        else:
+            for name in ("key_bits", "value_bits"):
+                if getattr(self, name) not in KIVI_BITS:
+                    raise ValueError(f"{name}={getattr(self, name)}: KIVI codes have 2, 4 or 8 bits")
+        for index, layer in self.layers.items():
+            self._check_layer(index, layer)
+        return self
+
+    @model_validator(mode="after")
+    def _check_sinks(self) -> Self:
+        if self.sink_length % self.group_size:
+            raise ValueError(f"sink_length={self.sink_length}: must be a multiple of group_size={self.group_size}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_what_applies(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the fields that the kind does not take, so that what is written can be read again."""
+        fields: dict[str, Any] = dump(self)
+        applies = {"full": {"kind"}, "mlx-quantized": {"kind", *MLX_QUANTIZED_FIELDS}}.get(self.kind, set(fields))
+        return {name: value for name, value in fields.items() if name in applies}
+
+    def _check_mlx_quantized(self, given: set[str]) -> None:
+        foreign = given - set(MLX_QUANTIZED_FIELDS)
+        if foreign:
+            raise ValueError(f"mlx-lm's quantised cache takes bits and group_size only, got {', '.join(sorted(foreign))}")
+        if self.key_bits != self.value_bits:
+            raise ValueError(f"key_bits={self.key_bits}, value_bits={self.value_bits}: mlx-lm's quantised cache has one number")
+
+    def _check_layer(self, index: int, layer: LayerSpec) -> None:
+        if not self.kind.startswith("kivi"):
+            raise ValueError(f"kind={self.kind!r}: only KIVI caches differ by layer")
+        try:
+            self._merge(layer)
+        except ValidationError as error:
+            raise ValueError(f"layers[{index}]: {_first_sentence(error)}") from None
+
+    def _merge(self, layer: LayerSpec) -> CacheSpec:
+        changes = layer.model_dump(exclude_none=True)
+        if changes.get("kind") == "full":
+            return CacheSpec(kind="full")
+        return CacheSpec(**{**self.model_dump(exclude={"layers"}), **changes})
+
+    def for_layer(self, index: int, count: int) -> CacheSpec:
+        """Return the spec of layer ``index`` of ``count``, its own settings applied.
+
+        Raises:
+            SpecError: ``layers`` names a layer that a model of ``count`` layers does not have.
+        """
+        for named in self.layers:
+            if not -count <= named < count:
+                raise SpecError(f"layers[{named}]: the model has {count} layers, 0 to {count - 1}")
+        for named, layer in self.layers.items():
+            if named % count == index:
+                return self._merge(layer)
+        return self.model_copy(update={"layers": {}})
+
+    @property
+    def params(self) -> mx.Dtype:
+        """MLX's dtype of scales and zeros."""
+        return mx.float16 if self.param_dtype == "float16" else mx.float32
+
+    @property
+    def slug(self) -> str:
+        """A short name for tables, file names and run names, e.g. ``kivi-k2v2-g32-r128-mlx``."""
+        if self.kind == "full":
+            return "full"
+        name = f"{self.kind}-k{self.key_bits}v{self.value_bits}-g{self.group_size}"
+        if self.kind == "mlx-quantized":
+            return name
+        name += f"-r{self.residual_length}"
+        if self.sink_length:
+            name += f"-s{self.sink_length}"
+        if self.param_dtype != "float16":
+            name += "-p32"
+        if self.layers:
+            layers = {index: layer.model_dump(exclude_none=True) for index, layer in sorted(self.layers.items())}
+            name += "-L" + hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()[:6]
+        return f"{name}-{self.backend}"
+
+    @classmethod
+    def parse(cls, text: str) -> CacheSpec:
+        """Read ``KIND[:key=value,...]``, e.g. ``kivi:key_bits=4,value_bits=2,group=32,residual=128,backend=mlx``.
+
+        Short names: bits (both), group, residual, sinks, params. Settings by layer have no short form: use a config file.
+
+        Raises:
+            SpecError: the text names no cache; one sentence says why.
+        """
+        kind, _, options = text.partition(":")
+        fields: dict[str, Any] = {"kind": kind}
+        for option in filter(None, options.split(",")):
+            name, equals, value = option.partition("=")
+            if not equals:
+                raise SpecError(f"{option!r} in {text!r}: expected key=value")
+            for field in SHORT_NAMES.get(name.strip(), (name.strip(),)):
+                fields[field] = int(value) if value.strip().lstrip("-").isdigit() else value.strip()
+        return cls.checked(fields)
+
+    @classmethod
+    def checked(cls, fields: dict[str, Any]) -> CacheSpec:
+        """Build a spec, turning pydantic's report into one sentence.
+
+        Raises:
+            SpecError: some field is wrong.
+        """
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise SpecError(_first_sentence(error)) from None
+
+
+def _first_sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{where}: no such option; known are {', '.join(CacheSpec.model_fields)}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] != "value_error":
+        message = f"{first['input']!r}: {message}"
+    return f"{where}={message}" if where else message

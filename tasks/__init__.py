@@ -1,0 +1,1 @@
+"""The steps of flows: the only code that knows Prefect, MLflow and datasets."""
