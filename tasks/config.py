@@ -1,0 +1,203 @@
+"""What a night measures: the typed configuration of flows, read from YAML or from Prefect's form.
+
+Every field has a description and bounds, because Prefect shows them in its form and refuses other values on the server.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kivi.measure.settings import MeasureSettings
+from kivi.spec import BackendName, CacheSpec
+
+BUILT_IN = ("humaneval", "retrieval")  # prompt sets that need no network
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one sentence that names the file and the field."""
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Config):
+    """A model to measure. A string stands for its name, ``NAME@REVISION`` for a pinned one."""
+
+    name: str = Field("embedded", min_length=1, description="embedded, a folder in mlx-lm's format, or a Hugging Face id")
+    revision: str | None = Field(None, description="commit, tag or branch of a Hugging Face id; pin a commit for nightlies")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="dtype to run in; auto: float32 on a CPU, the model's own weights on a GPU"
+    )
+
+
+class PromptSetConfig(Config):
+    """Where prompts come from and how rows become texts. A string stands for a built-in set, a hub id or a local path.
+
+    A row's text is ``column``, or ``template`` filled from several columns, or the chat in the column ``messages``.
+    """
+
+    name: str = Field("", description="name in tables and runs; by default the last part of the source")
+    source: str = Field(
+        min_length=1, description="humaneval, retrieval, a Hugging Face id, or a local json, jsonl, gz, parquet file or folder"
+    )
+    config: str | None = Field(None, description="configuration (subset) of a Hugging Face id")
+    split: str = Field("train", min_length=1, description="split; local files have the one split train")
+    revision: str | None = Field(None, description="commit, tag or branch of a Hugging Face id; pin a commit for nightlies")
+    column: str | None = Field(None, description="column that holds the text")
+    template: str | None = Field(None, description="text from several columns, e.g. {question}\\n{answer}")
+    messages: str | None = Field(None, description="column of chat messages: a list of role and content")
+    limit: int | None = Field(None, ge=1, description="rows to take, from the first")
+    chat_template: bool = Field(False, description="wrap each text in the model's chat template")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_after_source(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and not fields.get("name") and isinstance(fields.get("source"), str):
+            last = fields["source"].rstrip("/").split("/")[-1]
+            return {**fields, "name": last.split(".")[0] or last}
+        return fields
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        given = [name for name in ("column", "template", "messages") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given: a row's text comes from one of them")
+        if not given and self.source not in BUILT_IN:
+            raise ValueError(f"source={self.source!r} needs column, template or messages, to say what a row's text is")
+        return self
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the set comes with the project and needs no network."""
+        return self.source in BUILT_IN
+
+
+class Thresholds(Config):
+    """Absolute limits of one spec; a limit left out is not checked."""
+
+    kl_mean: float | None = Field(None, ge=0, description="largest mean KL from the full cache, nats")
+    kl_p99: float | None = Field(None, ge=0, description="largest 99th percentile of the KL, nats")
+    flip_rate: float | None = Field(None, ge=0, le=1, description="largest share of positions whose top token changes")
+    token_agreement: float | None = Field(None, ge=0, le=1, description="smallest share of generated tokens that agree")
+    compression: float | None = Field(None, ge=0, description="smallest compression, full precision over resident bytes")
+    prefill_ratio: float | None = Field(None, ge=0, description="smallest prefill speed over the full cache's")
+    decode_ratio: float | None = Field(None, ge=0, description="smallest decode speed over the full cache's")
+
+    def merged(self, other: Thresholds) -> Thresholds:
+        """Return these limits, those that ``other`` sets replaced by its own."""
+        return self.model_copy(update=other.model_dump(exclude_none=True))
+
+
+# From the figures measured with the embedded model (1,024 tokens of prose, R=128, G=32): mean KL 0.198, 0.0027 and below
+# 0.0001 for KIVI at 2, 4 and 8 bits, 2.31, 0.057 and 0.0002 for mlx-lm's own; flips 23.5, 2.4, 0.5 and 74, 14.7, 1.4 %.
+# Limits leave room for other texts, which differ by about a factor of two; a real defect is off by more.
+DEFAULT_THRESHOLDS: dict[str, Thresholds] = {
+    "full": Thresholds(kl_mean=0.0, flip_rate=0.0, token_agreement=1.0),
+    "kivi*-k2v2-*": Thresholds(kl_mean=0.5, flip_rate=0.40),
+    "kivi*-k4v4-*": Thresholds(kl_mean=0.01, flip_rate=0.06),
+    "kivi*-k8v8-*": Thresholds(kl_mean=0.0005, flip_rate=0.02),
+    "kivi*-k4v2-*": Thresholds(kl_mean=0.06, flip_rate=0.15),
+    "mlx-quantized-k2v2-*": Thresholds(kl_mean=6.0),
+    "mlx-quantized-k4v4-*": Thresholds(kl_mean=0.2, flip_rate=0.30),
+    "mlx-quantized-k8v8-*": Thresholds(kl_mean=0.001, flip_rate=0.04),
+}
+
+
+def _read_model(value: Any) -> Any:
+    if isinstance(value, str):
+        name, _, revision = value.partition("@")
+        return {"name": name, "revision": revision or None}
+    return value
+
+
+def _read_prompt_set(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+def _read_spec(value: Any) -> Any:
+    return CacheSpec.parse(value) if isinstance(value, str) else value
+
+
+Model = Annotated[ModelConfig, BeforeValidator(_read_model, json_schema_input_type=str | ModelConfig)]
+Prompts = Annotated[PromptSetConfig, BeforeValidator(_read_prompt_set, json_schema_input_type=str | PromptSetConfig)]
+Spec = Annotated[CacheSpec, BeforeValidator(_read_spec, json_schema_input_type=str | CacheSpec)]
+
+
+class NightlyConfig(Config):
+    """The matrix of one night: models x prompt sets x specs x backends, how much is measured, and what passes."""
+
+    name: str = Field("nightly", min_length=1, max_length=100, description="name of the matrix, in tables and runs")
+    models: tuple[Model, ...] = Field((ModelConfig(),), min_length=1, description="models to measure")
+    prompt_sets: tuple[Prompts, ...] = Field(
+        (PromptSetConfig(source="humaneval"),), min_length=1, description="prompt sets to measure on"
+    )
+    specs: tuple[Spec, ...] = Field(
+        min_length=1, description="caches, as KIND[:key=value,...], e.g. kivi:bits=2, or with all fields"
+    )
+    backends: tuple[BackendName, ...] = Field(
+        (),
+        description="run each KIVI cache on each of these, skipping those that this machine lacks; "
+        "when empty each spec says itself, and what it names is required",
+    )
+    measure: MeasureSettings = Field(MeasureSettings(), description="how much is measured")
+    thresholds: dict[str, Thresholds] = Field(
+        default_factory=dict, description="limits by spec: a slug, or a pattern such as kivi-k2v2-*; later ones win"
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [prompts.name for prompts in self.prompt_sets]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two prompt sets are called {name!r}: give each its own name")
+        return self
+
+    def thresholds_for(self, slug: str) -> Thresholds:
+        """Return the limits of a spec: the defaults that match its slug, then this configuration's, field by field."""
+        limits = Thresholds()
+        for pattern, own in (*DEFAULT_THRESHOLDS.items(), *self.thresholds.items()):
+            if fnmatch.fnmatchcase(slug, pattern):
+                limits = limits.merged(own)
+        return limits
+
+
+def load_config(path: Path | str) -> NightlyConfig:
+    """Read a matrix from a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or has a field that cannot be used.
+    """
+    path = Path(path)
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: expected a mapping with models, prompt_sets and specs, got {type(fields).__name__}")
+    try:
+        return NightlyConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_sentence(error)}") from None
+
+
+def first_sentence(error: ValidationError) -> str:
+    """Return pydantic's first finding as ``field: what is wrong``."""
+    first = error.errors()[0]
+    # Positions are given as in Python, e.g. specs[1]; the member of a union that pydantic tried is of no use to a reader.
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return f"{where}: no such field"
+    if first["type"] == "missing":
+        return f"{where}: is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] != "value_error":
+        message = f"{first['input']!r}: {message}"
+    return f"{where}: {message}" if where else message
