@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import mlx.core as mx
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
+from kivi.quantize import padded_length
+from kivi.spec import CacheSpec
+
 
 class CacheBytes(BaseModel):
     """The bytes of one cache, or of the sum of several.
@@ -56,3 +59,47 @@ def resident_bytes(arrays: Iterable[mx.array | None]) -> int:
     """
     distinct = {id(array): array for array in arrays if array is not None}
     return sum(array.nbytes for array in distinct.values())
+
+
+def packed_bytes(
+    spec: CacheSpec,
+    *,
+    rows: int,
+    key_dim: int,
+    value_dim: int,
+    quantized: int,
+    exact: int,
+    itemsize: int,
+    resident: int,
+    spare: int = 0,
+) -> CacheBytes:
+    """Bill a packed cache from its counts (layout: docs/cache.md).
+
+    A quantised token costs ``key_dim * key_bits / 8`` bytes of key codes and, once a group of tokens, a scale and a zero a
+    channel; ``value_dim`` padded to whole groups times ``value_bits / 8`` bytes of value codes, and a scale and a zero a
+    group of channels.
+
+    Args:
+        spec: Bits, group size and dtype of the parameters.
+        rows: Batch rows times KV heads.
+        key_dim: Channels of a key.
+        value_dim: Channels of a value.
+        quantized: Tokens a row that are stored as codes, a whole number of groups.
+        exact: Tokens a row in full precision.
+        itemsize: Bytes of a full-precision number.
+        resident: Bytes of the live arrays, measured by the caller.
+        spare: Bytes of capacity that holds no token.
+    """
+    group = spec.group_size
+    params = 2 * spec.params.size  # a scale and a zero
+    value_width = padded_length(value_dim, group)
+    return CacheBytes(
+        resident=resident,
+        full_precision=rows * (quantized + exact) * (key_dim + value_dim) * itemsize,
+        key_codes=rows * quantized * key_dim * spec.key_bits // 8,
+        key_params=rows * (quantized // group) * key_dim * params,
+        value_codes=rows * quantized * value_width * spec.value_bits // 8,
+        value_params=rows * quantized * (value_width // group) * params,
+        residual=rows * exact * (key_dim + value_dim) * itemsize,
+        spare=spare,
+    )

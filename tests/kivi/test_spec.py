@@ -1,0 +1,78 @@
+"""A CacheSpec is checked once, and says in one sentence what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from kivi.spec import CacheSpec, SpecError
+
+
+@pytest.mark.parametrize(
+    ("text", "slug"),
+    [
+        ("full", "full"),
+        ("kivi", "kivi-k2v2-g32-r128-auto"),
+        ("kivi:bits=4", "kivi-k4v4-g32-r128-auto"),
+        ("kivi:key_bits=4,value_bits=2,group=32,residual=128,backend=mlx", "kivi-k4v2-g32-r128-mlx"),
+        ("kivi:bits=8,value_bits=2,sinks=64,params=float32", "kivi-k8v2-g32-r128-s64-p32-auto"),
+        ("kivi-roundtrip:bits=2,residual=0,backend=mlx", "kivi-roundtrip-k2v2-g32-r0-mlx"),
+        ("mlx-quantized:bits=3", "mlx-quantized-k3v3-g32"),
+    ],
+)
+def test_parse_and_slug(text, slug):
+    spec = CacheSpec.parse(text)
+    assert spec.slug == slug
+    assert CacheSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kivi:bits=0", "key_bits=0: KIVI codes have 2, 4 or 8 bits"),
+        ("kivi:bits=3", "key_bits=3: KIVI codes have 2, 4 or 8 bits"),
+        ("kivi:bits=two", "key_bits='two': KIVI codes have 2, 4 or 8 bits"),
+        ("kivi:group=48", "group_size=48: MLX packs groups of 32, 64 or 128"),
+        ("kivi:residual=-1", "residual_length=-1"),
+        ("kivi:sinks=33", "sink_length=33: must be a multiple of group_size=32"),
+        ("kivi:params=bfloat16", "param_dtype='bfloat16': its 8-bit mantissa ruins"),
+        ("kivi:backend=tpu", "backend='tpu'"),
+        ("kivi:colour=red", "colour: no such option; known are"),
+        ("kivi:bits", "'bits' in 'kivi:bits': expected key=value"),
+        ("kiwi", "kind='kiwi'"),
+        ("full:bits=2", "a full cache takes no options"),
+        ("mlx-quantized:residual=3", "takes bits and group_size only, got residual_length"),
+        ("mlx-quantized:key_bits=4,value_bits=2", "key_bits=4, value_bits=2: mlx-lm's quantised cache has one number"),
+    ],
+)
+def test_a_bad_spec_is_refused_in_one_sentence(text, says):
+    with pytest.raises(SpecError, match="^[^\n]*$") as raised:
+        CacheSpec.parse(text)
+    assert says in str(raised.value)
+
+
+def test_layers_differ_through_the_spec():
+    spec = CacheSpec(key_bits=2, layers={0: {"key_bits": 8}, -1: {"kind": "full"}})
+    assert [spec.for_layer(index, 4).key_bits for index in range(3)] == [8, 2, 2]
+    assert spec.for_layer(3, 4).kind == "full"
+    assert spec.slug != CacheSpec(key_bits=2).slug
+    assert CacheSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"key_bits": [2, 4]}, "one cache has one number of bits"),
+        ({"layers": {0: {"key_bits": 3}}}, "layers[0]: key_bits=3"),
+        ({"layers": {1: {"group_size": 128}}, "sink_length": 32}, "layers[1]: sink_length=32"),
+        ({"kind": "full", "layers": {0: {"key_bits": 2}}}, "a full cache takes no options"),
+    ],
+)
+def test_bad_layers_are_refused(fields, says):
+    with pytest.raises(SpecError) as raised:
+        CacheSpec.checked(fields)
+    assert says in str(raised.value)
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused():
+    with pytest.raises(SpecError, match=r"layers\[7\]: the model has 4 layers, 0 to 3"):
+        CacheSpec(layers={7: {"key_bits": 8}}).for_layer(0, 4)
