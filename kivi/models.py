@@ -19,7 +19,6 @@ from filelock import FileLock
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -157,7 +156,7 @@ def _provide(name: str, revision: str | None) -> Path:
         return Path(name)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # the HTTP library's own errors come through
         raise _hub_error(name, revision, error) from error
 
 
@@ -190,7 +189,7 @@ def _check_hub(name: str, revision: str | None) -> None:
     try:
         HfApi().auth_check(name)
         HfApi().model_info(name, revision=revision, timeout=20)
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the HTTP library's own errors come through
         raise _hub_error(name, revision, error) from error
 
 
@@ -248,8 +247,8 @@ def _cast(model: Module, dtype: mx.Dtype) -> Module:
 
 
 def _describe_dtype(model: Any) -> str:
-    floating = (array.dtype for _, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating))
-    dtype = str(next(floating)).removeprefix("mlx.core.")
+    parameters = dict(tree_flatten(model.parameters())).values()
+    dtype = str(next(p.dtype for p in parameters if mx.issubdtype(p.dtype, mx.floating))).removeprefix("mlx.core.")
     bits = [module.bits for module in model.modules() if isinstance(module, QuantizedLinear)]
     return f"{max(set(bits), key=bits.count)}bit-{dtype}" if bits else dtype
 
