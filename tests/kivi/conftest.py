@@ -1,0 +1,118 @@
+"""Tiny models with random weights: mlx-lm's own classes, a few thousand parameters, float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.utils import _get_classes
+
+import kivi  # noqa: F401  first: it loads OpenBLAS before MLX
+
+VOCABULARY = 97
+
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+}
+GEMMA = {**LLAMA, "head_dim": 32, "num_key_value_heads": 1}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "head_dim": 32},
+    "mistral": {**LLAMA, "num_key_value_heads": 4},  # head_dim 16: ragged value groups
+    "qwen2": LLAMA,
+    "qwen3": {**LLAMA, "head_dim": 48, "max_position_embeddings": 4096, "tie_word_embeddings": True, "rope_theta": 1e4},
+    "gemma": GEMMA,
+    "phi3": {**LLAMA, "hidden_size": 128},
+    "gpt_oss": {
+        **LLAMA,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+    },
+    "deepseek_v2": {
+        **LLAMA,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 24,
+        "n_routed_experts": None,
+        "rope_scaling": {"type": "yarn", "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "gemma2": GEMMA,
+    "deepseek_v3": {
+        **LLAMA,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": None,
+    },
+    "afm7": {
+        "vocab_size": VOCABULARY,
+        "hidden_dim": 64,
+        "num_layers": 3,
+        "num_kv_reuse_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
+    "mamba": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "state_size": 4,
+        "num_hidden_layers": 2,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 2,
+    },
+}
+
+
+def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Return mlx-lm's model ``name``, weights drawn anew so that attention matters: none is left at 0 or 1."""
+    config = {"model_type": name, **CONFIGS[name], **changes}
+    model_class, args_class = _get_classes(config)
+    mx.random.seed(seed)
+    model = model_class(args_class.from_dict(config))
+
+    def draw(weight: mx.array) -> mx.array:
+        scale = 1.0 if weight.ndim < 2 else 1.5 * weight.shape[-1] ** -0.5
+        return mx.random.normal(weight.shape) * scale
+
+    model.update(tree_map(draw, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture
+def make_model() -> Callable[..., Any]:
+    """Build a tiny model: ``make_model("llama", seed=0, num_hidden_layers=2)``."""
+    return build_model
+
+
+@pytest.fixture(autouse=True)
+def _no_dispatch_left() -> Iterator[None]:
+    """Give every test mlx-lm as it was imported: no module keeps the dispatch of an earlier test."""
+    yield
+    from kivi import attention
+
+    with attention._lock:
+        attention.release_attention(attention._installed)
+        attention._installed.clear()
+    assert not attention._holders
