@@ -1,0 +1,218 @@
+"""Where a cache keeps its tokens: codes of the quantised ones, exact copies of the others.
+
+Both stores hold tokens oldest first along one axis, with spare capacity at its end, and keep nothing but arrays that own
+their buffers: what is kept is always written into an array made here, never a view of somebody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kivi.backends import Packed
+from kivi.quantize import WORD_BITS, padded_length
+
+CODE_STEP = 256  # tokens: capacity of codes is a multiple, so of every group size; mlx-lm's KVCache grows by as much
+GROWTH = 8  # capacity grows by an eighth of the tokens, so that n tokens cost O(n) copying and an eighth of spare
+
+
+def code_capacity(tokens: int) -> int:
+    """Return the tokens of capacity that are allocated for ``tokens``: less than ``tokens * 9 / 8 + CODE_STEP``."""
+    return padded_length(tokens + tokens // GROWTH, CODE_STEP) if tokens else 0
+
+
+def enlarged(array: mx.array, axis: int, used: int, capacity: int) -> mx.array:
+    """Return a new array of ``capacity`` along ``axis`` that begins with the first ``used`` elements of ``array``."""
+    shape = list(array.shape)
+    shape[axis] = capacity
+    new = mx.zeros(shape, array.dtype)
+    write(new, axis, 0, _first(array, axis, used))
+    return new
+
+
+def write(target: mx.array, axis: int, start: int, part: mx.array) -> None:
+    """Write ``part`` into ``target`` at ``start`` along ``axis`` (-1 or -2), in place when nobody else holds ``target``."""
+    stop = start + part.shape[axis]
+    if stop == start:
+        return
+    if axis == -1:
+        target[..., start:stop] = part
+    else:
+        target[..., start:stop, :] = part
+
+
+def _first(array: mx.array, axis: int, count: int) -> mx.array:
+    return array[..., :count] if axis == -1 else array[..., :count, :]
+
+
+class CodeStore:
+    """Packed codes of one layer's quantised tokens, in the layout of :class:`kivi.backends.Packed`.
+
+    Keys grow along their last axis, values along the one before. ``count`` tokens are there; the capacity is less than
+    ``count / 8 + CODE_STEP`` tokens more. Growing copies the codes, so that adding a token costs amortised constant time.
+    """
+
+    AXES = (-1, -1, -1, -2, -2, -2)  # along which words, scales and zeros of keys grow, then those of values
+
+    def __init__(self, *, key_bits: int, value_bits: int, group_size: int) -> None:
+        self.key_bits = key_bits
+        self.value_bits = value_bits
+        self.group_size = group_size
+        self.count = 0
+        self._arrays: list[mx.array] = []  # words, scale, zero of keys, then of values; empty while nothing is quantised
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit without growing."""
+        return self._arrays[3].shape[-2] if self._arrays else 0
+
+    @property
+    def keys(self) -> Packed | None:
+        """Packed keys with their spare capacity; None while nothing is quantised."""
+        return Packed(*self._arrays[:3]) if self._arrays else None
+
+    @property
+    def values(self) -> Packed | None:
+        """Packed values with their spare capacity; None while nothing is quantised."""
+        return Packed(*self._arrays[3:]) if self._arrays else None
+
+    def append(self, keys: Packed, values: Packed) -> None:
+        """Add whole groups of tokens, as :meth:`kivi.backends.Backend.quantize_keys` and ``quantize_values`` return them."""
+        parts = (*keys, *values)
+        total = self.count + values.words.shape[-2]
+        if total > self.capacity:
+            self._reallocate(code_capacity(total), self._arrays or parts)
+        for array, axis, start, part in zip(self._arrays, self.AXES, self._lengths(self.count), parts, strict=True):
+            write(array, axis, start, part)
+        self.count = total
+
+    def truncate(self, count: int) -> None:
+        """Keep the first ``count`` tokens, a whole number of groups, and give back the room of the others."""
+        if count < self.count:
+            self.count = count
+            self._reallocate(code_capacity(count), self._arrays)
+
+    def slice(self, start: int, stop: int) -> tuple[Packed, Packed]:
+        """Return keys and values of tokens ``start`` to ``stop``, whole groups, as views for immediate use.
+
+        Raises:
+            ValueError: nothing is quantised.
+        """
+        if not self._arrays:
+            raise ValueError("nothing is quantised yet: wait for the first group to leave the window")
+        spans = zip(self._arrays, self.AXES, self._lengths(start), self._lengths(stop), strict=True)
+        parts = [array[..., low:high] if axis == -1 else array[..., low:high, :] for array, axis, low, high in spans]
+        return Packed(*parts[:3]), Packed(*parts[3:])
+
+    def dequantize(self, start: int, stop: int, dtype: mx.Dtype, value_dim: int) -> tuple[mx.array, mx.array]:
+        """Return keys ``[B, H, stop - start, D_k]`` and values ``[..., value_dim]``; ``start`` and ``stop`` are whole groups.
+
+        As :func:`kivi.quantize.group_dequantize`: in float32, then cast to ``dtype``.
+        """
+        keys, values = self.slice(start, stop)
+        restored = _dequantize(keys, self.group_size, self.key_bits, dtype).swapaxes(-1, -2)
+        return restored, _dequantize(values, self.group_size, self.value_bits, dtype)[..., :value_dim]
+
+    def _reallocate(self, capacity: int, like: Sequence[mx.array]) -> None:
+        """Move the tokens into new arrays of ``capacity``, with the shapes and dtypes of ``like``."""
+        if capacity == 0:
+            self._arrays = []
+            return
+        spans = zip(like, self.AXES, self._lengths(self.count), self._lengths(capacity), strict=True)
+        self._arrays = [enlarged(array, axis, used, room) for array, axis, used, room in spans]
+
+    def _lengths(self, tokens: int) -> tuple[int, ...]:
+        """Return what ``tokens`` take along the growing axis of each array."""
+        groups = tokens // self.group_size
+        return (tokens * self.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
+
+
+def _dequantize(packed: Packed, group_size: int, bits: int, dtype: mx.Dtype) -> mx.array:
+    # float32 parameters make MLX compute in float32, as the definition does; bfloat16 would ruin large zeros.
+    scale, zero = packed.scale.astype(mx.float32), packed.zero.astype(mx.float32)
+    return mx.dequantize(packed.words, scale, zero, group_size=group_size, bits=bits, dtype=dtype)
+
+
+class ExactStore:
+    """Keys ``[B, H, capacity, D_k]`` and values ``[B, H, capacity, D_v]`` of tokens in full precision.
+
+    ``room`` tokens are allocated, or as many as are there when they are more.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.count = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit without growing."""
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Add tokens ``[B, H, S, D]``; ``S`` may be 0, which allocates the room."""
+        needed = self.count + keys.shape[-2]
+        if self.keys is None or self.values is None:
+            self.keys = enlarged(keys, -2, 0, max(self.room, needed))
+            self.values = enlarged(values, -2, 0, max(self.room, needed))
+        elif needed > self.capacity:
+            self._move(0, self.count, max(self.room, needed))
+        write(self.keys, -2, self.count, keys)
+        write(self.values, -2, self.count, values)
+        self.count = needed
+
+    def drop_first(self, count: int) -> None:
+        """Remove the oldest ``count`` tokens."""
+        self._move(count, self.count, max(self.room, self.count - count))
+
+    def truncate(self, count: int) -> None:
+        """Keep the oldest ``count`` tokens."""
+        self.count = min(self.count, count)
+
+    def fit(self, spare: int) -> None:
+        """Give back capacity beyond ``room + spare`` tokens that hold nothing."""
+        if self.capacity > max(self.room + spare, self.count):
+            self._move(0, self.count, max(self.room, self.count))
+
+    def live(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of the tokens that are there, oldest first."""
+        keys, values = self.buffers()
+        return keys[..., : self.count, :], values[..., : self.count, :]
+
+    def buffers(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values with their spare capacity.
+
+        Raises:
+            ValueError: no token was ever stored.
+        """
+        if self.keys is None or self.values is None:
+            raise ValueError("no token was ever stored: call update_and_fetch first")
+        return self.keys, self.values
+
+    def _move(self, start: int, stop: int, capacity: int) -> None:
+        """Keep tokens ``start`` to ``stop`` in new arrays of ``capacity``."""
+        if self.keys is None or self.values is None:
+            return
+        self.keys = enlarged(self.keys[..., start:stop, :], -2, stop - start, capacity)
+        self.values = enlarged(self.values[..., start:stop, :], -2, stop - start, capacity)
+        self.count = stop - start
+
+
+def live_arrays(holder: Any) -> Iterator[mx.array]:
+    """Yield every MLX array that ``holder`` keeps alive: through attributes, tuples, lists and dicts, each path once.
+
+    It looks at what is there rather than at a list of names, so that an array which bookkeeping forgot is found too.
+    """
+    if isinstance(holder, mx.array):
+        yield holder
+    elif isinstance(holder, dict):
+        for part in holder.values():
+            yield from live_arrays(part)
+    elif isinstance(holder, list | tuple):
+        for part in holder:
+            yield from live_arrays(part)
+    elif isinstance(holder, CodeStore | ExactStore):
+        yield from live_arrays(vars(holder))
