@@ -30,9 +30,9 @@ class ModelConfig(Config):
     """A model to measure. A string stands for its name, ``NAME@REVISION`` for a pinned one."""
 
     name: str = Field("embedded", min_length=1, description="embedded, a folder in mlx-lm's format, or a Hugging Face id")
-    revision: str | None = Field(None, description="commit, tag or branch of a Hugging Face id; pin a commit for nightlies")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="dtype to run in; auto: float32 on a CPU, the model's own weights on a GPU"
+    revision: str | None = Field(None, description="commit of a Hugging Face id, 40 hex digits; nothing else has one")
+    dtype: Literal["auto", "stored", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="dtype to run in; stored: the weights as they are; auto: float32 on a CPU, stored on a GPU"
     )
 
 
@@ -48,7 +48,7 @@ class PromptSetConfig(Config):
     )
     config: str | None = Field(None, description="configuration (subset) of a Hugging Face id")
     split: str = Field("train", min_length=1, description="split; local files have the one split train")
-    revision: str | None = Field(None, description="commit, tag or branch of a Hugging Face id; pin a commit for nightlies")
+    revision: str | None = Field(None, description="commit of a Hugging Face id, 40 hex digits; nothing else has one")
     column: str | None = Field(None, description="column that holds the text")
     template: str | None = Field(None, description="text from several columns, e.g. {question}\\n{answer}")
     messages: str | None = Field(None, description="column of chat messages: a list of role and content")
