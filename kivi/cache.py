@@ -27,7 +27,7 @@ import mlx_lm.models.cache as mlx_lm_cache
 from kivi.accounting import CacheBytes, resident_bytes
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.quantize import padded_length
-from kivi.spec import CacheSpec
+from kivi.spec import CacheSpec, SpecError
 from kivi.storage import CodeStore, ExactStore, live_arrays
 
 # Up to here queries attend on codes; more queries share the cost of dequantising the history once. Enough for decoding and
@@ -65,7 +65,7 @@ class KIVICache:
         spec: A spec with ``kind="kivi"``.
 
     Raises:
-        ValueError: the spec is of another kind.
+        SpecError: the spec is of another kind.
         BackendError: the spec's backend is not available here.
     """
 
@@ -75,7 +75,7 @@ class KIVICache:
 
     def __init__(self, spec: CacheSpec) -> None:
         if spec.kind != "kivi":
-            raise ValueError(f"kind={spec.kind!r}: KIVICache takes a spec with kind='kivi'")
+            raise SpecError(f"kind={spec.kind!r}: KIVICache takes a spec with kind='kivi'")
         self._start(spec)
 
     def _start(self, spec: CacheSpec) -> None:
@@ -93,7 +93,7 @@ class KIVICache:
 
     @property
     def frontier(self) -> int:
-        """Position up to which tokens are sinks or quantised; the window holds the rest."""
+        """Position up to which tokens are sinks or quantised for the queries of the last call; the window holds the rest."""
         return self._sinks.count + self._codes.count
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -362,6 +362,8 @@ class KIVICache:
         """Return the mask with unused columns for the spare capacities."""
         if mask.shape[-1] == 1:
             return mask  # it broadcasts
+        if mask.shape[-1] != self.offset:
+            raise ValueError(f"mask of shape {mask.shape}: expected {self.offset} columns, one a token of the cache")
         columns = []
         start = 0
         for store in (self._sinks, self._codes, self._window):
