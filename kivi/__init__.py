@@ -2,5 +2,20 @@
 
 from kivi.blas import BLAS  # first: it must run before mlx.core is loaded
 
+# isort: split
+from kivi.accounting import CacheBytes
+from kivi.build import install, make_prompt_cache
+from kivi.cache import KIVICache
+from kivi.roundtrip import RoundTripKIVICache
+from kivi.spec import CacheSpec
+
 __version__ = "0.1.0"
-__all__ = ["BLAS"]
+__all__ = [
+    "BLAS",
+    "CacheBytes",
+    "CacheSpec",
+    "KIVICache",
+    "RoundTripKIVICache",
+    "install",
+    "make_prompt_cache",
+]

@@ -151,21 +151,20 @@ class _Probe(KVCache):  # type: ignore[misc]  # mlx_lm is untyped
     def __init__(self) -> None:
         super().__init__()
         self.given: tuple[mx.array, mx.array] | None = None
-        self.fetches = 0
+        self.updates = 0
         self.calls = 0
         self.unchanged = True
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.offset += keys.shape[-2]
         self.given = keys, values
-        self.fetches += 1
+        self.updates += 1
         return self.given
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Layers that share another layer's tokens call this; each such call must be followed by one of ours as well."""
+        """Layers that share another layer's tokens call this. A packed cache gives them all it has, so they may attend anyhow."""
         if self.given is None:
-            raise ModelError("its attention reads keys of a layer that stored none")
-        self.fetches += 1
+            raise ModelError("a layer of this model reads the tokens of another before they are there; use kind full")
         return self.given
 
     def note(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
@@ -175,7 +174,7 @@ class _Probe(KVCache):  # type: ignore[misc]  # mlx_lm is untyped
 
     @property
     def verdict(self) -> Verdict:
-        if self.calls < self.fetches or not self.calls:
+        if self.calls < self.updates or not self.calls:
             return "not called"
         return "on codes" if self.unchanged else "transformed"
 

@@ -1,0 +1,100 @@
+"""One cache a layer: which layers get the spec's, which keep their own, which models are refused."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+from kivi.attention import ModelError
+from kivi.build import describe_layers, install, make_prompt_cache
+from kivi.cache import KIVICache
+from kivi.roundtrip import RoundTripKIVICache
+from kivi.spec import CacheSpec, LayerSpec, SpecError
+
+KIVI = CacheSpec(backend="mlx")
+
+
+def kinds(caches):
+    return [type(cache) for cache in caches]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        ("full", KVCache),
+        ("kivi:bits=4,residual=32,backend=mlx", KIVICache),
+        ("kivi-roundtrip:bits=4,backend=mlx", RoundTripKIVICache),
+        ("mlx-quantized:bits=4,group=32", QuantizedKVCache),
+    ],
+)
+def test_each_kind_of_spec_makes_its_caches(make_model, spec, kind):
+    for name in ("llama", "qwen2"):  # qwen2 has no make_cache of its own
+        caches = make_prompt_cache(make_model(name), CacheSpec.parse(spec))
+        assert kinds(caches) == [kind] * 3
+    if kind is not KVCache:
+        assert caches[0] is not caches[1]
+        assert describe_layers(caches) == (3, {})
+
+
+def test_mlx_lms_own_quantised_cache_is_given_bits_and_group(make_model):
+    cache = make_prompt_cache(make_model("llama"), CacheSpec(kind="mlx-quantized", key_bits=3, value_bits=3, group_size=128))[0]
+    assert (cache.bits, cache.group_size) == (3, 128)
+
+
+def test_sliding_layers_keep_their_cache_and_are_listed(make_model):
+    caches = make_prompt_cache(make_model("gpt_oss"), KIVI)
+    assert kinds(caches) == [RotatingKVCache, KIVICache, RotatingKVCache, KIVICache]
+    assert describe_layers(caches) == (2, {"0": "RotatingKVCache", "2": "RotatingKVCache"})
+
+
+def test_single_layers_follow_their_own_settings(make_model):
+    layers = {0: LayerSpec(key_bits=8), 1: LayerSpec(kind="kivi-roundtrip"), -1: LayerSpec(kind="full")}
+    spec = CacheSpec(key_bits=2, backend="mlx", layers=layers)
+    caches = make_prompt_cache(make_model("llama"), spec)
+    assert kinds(caches) == [KIVICache, RoundTripKIVICache, KVCache]
+    assert caches[0].spec.key_bits == 8
+    assert describe_layers(caches) == (2, {"2": "KVCache"})
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_a_model_that_computes_attention_by_itself_is_refused(make_model, name):
+    model = make_model(name)
+    with pytest.raises(ModelError, match="gemma2: layers 0, 1, 2 compute attention without mlx-lm's scaled_dot_product"):
+        make_prompt_cache(model, KIVI)
+    with pytest.raises(ModelError, match="would not see packed codes; use kind kivi-roundtrip or full"):
+        install(model, KIVI)
+    assert "make_cache" not in vars(model)
+    assert kinds(make_prompt_cache(model, CacheSpec(kind="kivi-roundtrip", backend="mlx"))) == [RoundTripKIVICache] * 3
+
+
+def test_latent_attention_keeps_its_cache_so_a_model_of_nothing_else_is_refused(make_model):
+    with pytest.raises(ModelError, match="deepseek_v3: no layer has keys and values to quantise, its caches are KVCache"):
+        make_prompt_cache(make_model("deepseek_v3"), KIVI)
+
+
+def test_a_recurrent_model_is_refused(make_model):
+    for kind in ("kivi", "kivi-roundtrip", "mlx-quantized"):
+        with pytest.raises(ModelError, match="mamba: no layer has keys and values to quantise, its caches are ArraysCache"):
+            make_prompt_cache(make_model("mamba"), CacheSpec(kind=kind))
+    make_prompt_cache(make_model("mamba"), CacheSpec(kind="full"))
+
+
+def test_settings_for_a_layer_that_is_not_there_or_keeps_its_own_are_refused(make_model):
+    with pytest.raises(SpecError, match=r"layers\[3\]: the model has 3 layers, 0 to 2"):
+        make_prompt_cache(make_model("llama"), CacheSpec(backend="mlx", layers={3: LayerSpec(key_bits=4)}))
+    with pytest.raises(SpecError, match=r"layers\[2\]: this layer of gpt_oss keeps its own RotatingKVCache"):
+        make_prompt_cache(make_model("gpt_oss"), CacheSpec(backend="mlx", layers={-2: LayerSpec(key_bits=4)}))
+    make_prompt_cache(make_model("gpt_oss"), CacheSpec(backend="mlx", layers={0: LayerSpec(kind="full")}))
+
+
+def test_making_caches_changes_neither_weights_nor_make_cache(make_model):
+    model = make_model("llama")
+    before = {name: mx.array(weight) for name, weight in tree_flatten(model.parameters())}
+    make_prompt_cache(model, KIVI)
+    after = dict(tree_flatten(model.parameters()))
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+    assert kinds(mlx_lm_cache.make_prompt_cache(model)) == [KVCache] * 3
