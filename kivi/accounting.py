@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import mlx.core as mx
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from kivi.quantize import padded_length
 from kivi.spec import CacheSpec
@@ -28,6 +29,12 @@ class CacheBytes(BaseModel):
     value_params: int = Field(0, description="bytes of the scales and zeros of values")
     residual: int = Field(0, description="bytes of tokens in full precision: sinks and residual window")
     spare: int = Field(0, description="bytes of capacity that is allocated and holds no token")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_computed(cls, fields: Any) -> Any:
+        """Let what was written be read: the record on disk also holds ``accounted``, which is computed."""
+        return {name: value for name, value in fields.items() if name != "accounted"} if isinstance(fields, dict) else fields
 
     @computed_field(description="bytes that the tokens need: codes, scales and zeros, and residual")  # type: ignore[prop-decorator]
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prefect import task
+from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from kivi.measure.results import CellResult, MetricField, metric_fields, metric_values
@@ -68,7 +69,7 @@ def judge(night: Night, config: NightlyConfig) -> Verdict:
     return Verdict(passed=bool(checks) and not reasons, reasons=reasons, checks=tuple(checks))
 
 
-gate = task(name="gate")(judge)
+gate = task(name="gate", cache_policy=NO_CACHE)(judge)
 
 
 def _check(outcome: Outcome, thresholds: Thresholds) -> Iterator[Check]:

@@ -1,8 +1,8 @@
-"""Results made by hand, for the steps that only look at results."""
+"""What tests of several folders share: results made by hand, and one Prefect server for those that need it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -176,3 +176,12 @@ def make_night() -> MakeNight:
         return Night(outcomes=tuple(outcomes), **{**defaults, **fields})
 
     return build
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    """Run flows against a Prefect server and database of their own, started once."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield

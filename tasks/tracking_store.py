@@ -1,0 +1,108 @@
+"""The MLflow store of a tracking folder: made once, opened by explicit addresses, written by one process at a time.
+
+``<tracking_dir>/mlflow.db`` holds runs, ``<tracking_dir>/artifacts`` their files. MLflow's environment variables
+(MLFLOW_RUN_ID, MLFLOW_TRACKING_URI and the like) have no say: only its client is used, with explicit ids, never the
+functions that act on "the active run".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from sqlalchemy.exc import SQLAlchemyError
+
+EXPERIMENT = "kivi-nightly"
+DATABASE = "mlflow.db"
+ARTIFACTS = "artifacts"
+LOCK = "writer.lock"
+LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
+
+
+class TrackingError(RuntimeError):
+    """A tracking folder that cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class TrackingStore:
+    """An open store: MLflow's client and the experiment that runs go to."""
+
+    directory: Path
+    client: MlflowClient
+    experiment_id: str
+
+
+def database_uri(tracking_dir: Path) -> str:
+    """Return the address of the store's database."""
+    return f"sqlite:///{tracking_dir.resolve() / DATABASE}"
+
+
+@contextmanager
+def writer(tracking_dir: Path) -> Iterator[TrackingStore]:
+    """Open the store of ``tracking_dir``, making it when it is new, as its only writer.
+
+    The lock is the kernel's, so it ends with the process that holds it: whoever gets it knows that a run which is still
+    RUNNING was left behind.
+
+    Raises:
+        TrackingError: the folder cannot be written, another process keeps the lock, or another program's MLflow is older
+            or newer than the database.
+    """
+    with _lock(tracking_dir):
+        _create_database(tracking_dir)
+        yield _open(tracking_dir)
+
+
+@contextmanager
+def _lock(tracking_dir: Path) -> Iterator[None]:
+    lock = FileLock(tracking_dir / LOCK, timeout=LOCK_TIMEOUT_S, thread_local=False)
+    try:
+        tracking_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise TrackingError(
+            f"{tracking_dir}: another process has been logging for {LOCK_TIMEOUT_S} s; "
+            f"end it and run again, finished cells are kept"
+        ) from None
+    except OSError as error:
+        raise TrackingError(f"{tracking_dir}: {error.strerror}; choose another --tracking-dir") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _create_database(tracking_dir: Path) -> None:
+    """Make the database under another name first: a process that dies half way leaves no broken store."""
+    if (tracking_dir / DATABASE).exists():
+        return
+    partial = tracking_dir / f"{DATABASE}.partial"
+    partial.unlink(missing_ok=True)
+    uri, artifacts = f"sqlite:///{partial.resolve()}", str(tracking_dir.resolve() / ARTIFACTS)
+    store = SqlAlchemyStore(uri, artifacts)  # type: ignore[no-untyped-call]
+    store.engine.dispose()
+    partial.replace(tracking_dir / DATABASE)
+
+
+def _open(tracking_dir: Path) -> TrackingStore:
+    uri = database_uri(tracking_dir)
+    try:
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        if experiment is None:
+            location = (tracking_dir.resolve() / ARTIFACTS).as_uri()
+            return TrackingStore(tracking_dir, client, client.create_experiment(EXPERIMENT, artifact_location=location))
+    except MlflowException as error:
+        raise TrackingError(f"{tracking_dir / DATABASE}: MLflow cannot open it: {error.message}") from None
+    except SQLAlchemyError as error:
+        reason = getattr(error, "orig", None) or error
+        raise TrackingError(f"{tracking_dir / DATABASE}: MLflow cannot open it: {reason}") from None
+    if experiment.lifecycle_stage != "active":
+        client.restore_experiment(experiment.experiment_id)
+    return TrackingStore(tracking_dir, client, experiment.experiment_id)
