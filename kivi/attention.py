@@ -162,7 +162,7 @@ class _Probe(KVCache):  # type: ignore[misc]  # mlx_lm is untyped
         return self.given
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Layers that share another layer's tokens call this. A packed cache gives them all it has, so they may attend anyhow."""
+        """Layers that share another's tokens call this; a packed cache gives them all it has, attend as they may."""
         if self.given is None:
             raise ModelError("a layer of this model reads the tokens of another before they are there; use kind full")
         return self.given
