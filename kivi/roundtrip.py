@@ -103,9 +103,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         Raises:
             SpecError: always.
         """
-        raise SpecError(
-            f"{self.spec.slug}: cannot become mlx-lm's {bits}-bit cache of groups of {group_size}; leave out kv_bits"
-        )
+        raise SpecError(f"kv_bits={bits}, kv_group_size={group_size}: {self.spec.slug} is quantised already; leave kv_bits out")
 
     def bytes(self) -> CacheBytes:
         """Return what is live: every token in full precision, and the capacity beside them."""
@@ -133,3 +131,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
             itemsize=self.keys.itemsize,
             resident=resident_bytes((self.keys, self.values)),
         )
+
+
+# load_prompt_cache looks a cache's class up by name in mlx-lm's module.
+setattr(mlx_lm_cache, RoundTripKIVICache.__name__, RoundTripKIVICache)

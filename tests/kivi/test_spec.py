@@ -45,7 +45,7 @@ def test_parse_and_slug(text, slug):
     ],
 )
 def test_a_bad_spec_is_refused_in_one_sentence(text, says):
-    with pytest.raises(SpecError, match="^[^\n]*$") as raised:
+    with pytest.raises(SpecError, match=r"^[^\n]*$") as raised:
         CacheSpec.parse(text)
     assert says in str(raised.value)
 
