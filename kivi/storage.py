@@ -33,14 +33,18 @@ def enlarged(array: mx.array, axis: int, used: int, capacity: int) -> mx.array:
 
 
 def write(target: mx.array, axis: int, start: int, part: mx.array) -> None:
-    """Write ``part`` into ``target`` at ``start`` along ``axis`` (-1 or -2), in place when nobody else holds ``target``."""
-    stop = start + part.shape[axis]
-    if stop == start:
+    """Copy ``part`` into ``target`` at ``start`` along ``axis`` (-1 or -2), in place when nobody else holds ``target``."""
+    length = part.shape[axis]
+    if length == target.shape[axis] > 1:
+        # MLX takes a source that covers all of its target instead of copying it, and with it the buffer that it is a view of.
+        write(target, axis, start, _first(part, axis, 1))
+        part, start, length = mx.split(part, [1], axis=axis)[1], start + 1, length - 1
+    if length == 0:
         return
     if axis == -1:
-        target[..., start:stop] = part
+        target[..., start : start + length] = part
     else:
-        target[..., start:stop, :] = part
+        target[..., start : start + length, :] = part
 
 
 def _first(array: mx.array, axis: int, count: int) -> mx.array:
