@@ -1,0 +1,104 @@
+"""One table of a night, for the terminal, Markdown, HTML and Prefect alike."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from kivi.measure.results import CellResult, Quality
+from tasks.escape import visible
+from tasks.gate import Verdict
+from tasks.night import Night, Outcome
+
+Tier = Literal["good", "marginal", "bad"]
+# Up to the first limit good, up to the second marginal, above bad; the worst of the three counts.
+TIERS = {"kl_mean": (0.01, 0.10), "kl_p99": (0.10, 1.00), "flip_rate": (0.01, 0.05)}
+NOTHING = "–"
+
+
+class Row(NamedTuple):
+    """One cell as texts, safe to show; ``–`` where nothing was measured."""
+
+    cache: str
+    on: str
+    resident: str
+    compression: str
+    kl: str
+    tier: str
+    flips: str
+    decode: str
+    verdict: str
+
+
+HEADINGS = Row(
+    cache="cache",
+    on="model and prompts",
+    resident="resident",
+    compression="smaller",
+    kl="KL to full, nats (95 %)",
+    tier="tier",
+    flips="flips",
+    decode="decode",
+    verdict="verdict",
+)
+LEGEND = (
+    "resident: bytes of the live cache arrays after the generation context. smaller: full precision over resident. "
+    "KL: mean divergence from the full-precision cache, teacher-forced on the same tokens. flips: positions whose top token "
+    "changes. decode: tokens a second over the full cache's, same rounds."
+)
+
+
+def rows(night: Night, verdict: Verdict) -> list[Row]:
+    """Return a row a cell, in the order of the plan."""
+    return [_row(outcome, verdict.of(outcome.cell.key)) for outcome in night.outcomes]
+
+
+def tier(quality: Quality) -> Tier:
+    """Return how far the quality is from the full cache's, by the worst of mean KL, p99 KL and flip rate."""
+    worst = max(sum(getattr(quality, name) > limit for limit in limits) for name, limits in TIERS.items())
+    tiers: tuple[Tier, Tier, Tier] = ("good", "marginal", "bad")
+    return tiers[worst]
+
+
+def show_bytes(count: float) -> str:
+    """Return three digits and a unit, e.g. ``1.23 MB``, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            digits = 0 if unit == "B" or count >= 99.95 else 1 if count >= 9.995 else 2
+            return f"{count:.{digits}f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def show_seconds(seconds: float) -> str:
+    """Return e.g. ``2 min 05 s`` or ``8.3 s``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def _row(outcome: Outcome, verdict: str) -> Row:
+    cell, result = outcome.cell, outcome.result
+    where = visible(f"{cell.model.name} × {cell.prompt_set}")
+    if result is None:
+        return Row(cell.spec.slug, where, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, "failed")
+    speed = f"{result.throughput.decode_ratio:.2f}×" if result.throughput else NOTHING
+    return Row(
+        cache=result.spec.slug,
+        on=where,
+        resident=show_bytes(result.memory.resident_bytes),
+        compression=f"{result.memory.compression:.2f}×",
+        kl=_show_kl(result),
+        tier=tier(result.quality),
+        flips=f"{result.quality.flip_rate:.1%}",
+        decode=speed,
+        verdict=verdict,
+    )
+
+
+def _show_kl(result: CellResult) -> str:
+    quality = result.quality
+    interval = quality.kl_interval
+    mean = f"{quality.kl_mean:.3g}"
+    return mean if interval is None else f"{mean} [{interval.low:.2g}, {interval.high:.2g}]"
