@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kivi.measure.settings import MeasureSettings
+from kivi.measure.settings import MeasureSettings, ScoreSettings
 from kivi.spec import BackendName, CacheSpec
 
 BUILT_IN = ("humaneval", "retrieval")  # prompt sets that need no network
@@ -54,6 +54,7 @@ class PromptSetConfig(Config):
     messages: str | None = Field(None, description="column of chat messages: a list of role and content")
     limit: int | None = Field(None, ge=1, description="rows to take, from the first")
     chat_template: bool = Field(False, description="wrap each text in the model's chat template")
+    score: ScoreSettings | None = Field(None, description="what is scored on this set, where it differs from the night's")
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +99,7 @@ class Thresholds(Config):
 # 0.0001 for KIVI at 2, 4 and 8 bits, 2.31, 0.057 and 0.0002 for mlx-lm's own; flips 23.5, 2.4, 0.5 and 74, 14.7, 1.4 %.
 # Limits leave room for other texts, which differ by about a factor of two; a real defect is off by more.
 DEFAULT_THRESHOLDS: dict[str, Thresholds] = {
-    "full": Thresholds(kl_mean=0.0, flip_rate=0.0, token_agreement=1.0),
+    "full": Thresholds(kl_mean=0.0001, flip_rate=0.005),  # only the noise of floats: it is scored in other calls
     "kivi*-k2v2-*": Thresholds(kl_mean=0.5, flip_rate=0.40),
     "kivi*-k4v4-*": Thresholds(kl_mean=0.01, flip_rate=0.06),
     "kivi*-k8v8-*": Thresholds(kl_mean=0.0005, flip_rate=0.02),
@@ -146,6 +147,12 @@ class NightlyConfig(Config):
         "when empty each spec says itself, and what it names is required",
     )
     measure: MeasureSettings = Field(MeasureSettings(), description="how much is measured")
+    reference_gb: float = Field(
+        8,
+        ge=0,
+        le=10_000,
+        description="disk for the full cache's logits, so that cells share them; what does not fit is redone",
+    )
     thresholds: dict[str, Thresholds] = Field(
         default_factory=dict, description="limits by spec: a slug, or a pattern such as kivi-k2v2-*; later ones win"
     )
@@ -157,6 +164,10 @@ class NightlyConfig(Config):
             if names.count(name) > 1:
                 raise ValueError(f"two prompt sets are called {name!r}: give each its own name")
         return self
+
+    def settings_for(self, prompts: PromptSetConfig) -> MeasureSettings:
+        """Return how much is measured on a prompt set."""
+        return self.measure if prompts.score is None else self.measure.model_copy(update={"score": prompts.score})
 
     def thresholds_for(self, slug: str) -> Thresholds:
         """Return the limits of a spec: the defaults that match its slug, then this configuration's, field by field."""
