@@ -4,6 +4,7 @@ from kivi.blas import BLAS  # first: it must run before mlx.core is loaded
 
 # isort: split
 from kivi.accounting import CacheBytes
+from kivi.batch import BatchKIVICache
 from kivi.build import install, make_prompt_cache
 from kivi.cache import KIVICache
 from kivi.roundtrip import RoundTripKIVICache
@@ -12,6 +13,7 @@ from kivi.spec import CacheSpec
 __version__ = "0.1.0"
 __all__ = [
     "BLAS",
+    "BatchKIVICache",
     "CacheBytes",
     "CacheSpec",
     "KIVICache",

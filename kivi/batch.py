@@ -1,0 +1,410 @@
+"""BatchKIVICache: packed sequences of different lengths side by side, in the protocol of mlx-lm's batch generator.
+
+mlx-lm pads the shorter sequences of a batch on the left and makes one mask for all layers in those padded coordinates. Here
+padding takes no part: the codes of a row begin at the row's own position 0 and its window ends with its newest token
+(:mod:`kivi.rows`), so its groups are those of the sequence alone, whatever its neighbours do::
+
+    row 0   | sinks | codes codes codes codes |     spare |      window |
+    row 1   | sinks | codes codes |                 spare |  window     |
+                                                                         the newest token of every row
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+
+from kivi.accounting import CacheBytes, packed_bytes, resident_bytes
+from kivi.attention import require_dispatch
+from kivi.backends import Backend, History, Packed, resolve
+from kivi.cache import MAX_CODE_QUERIES, STATE_ARRAYS, KIVICache
+from kivi.quantize import WORD_BITS
+from kivi.rows import RowStore, RowWindow
+from kivi.spec import CacheSpec, SpecError
+from kivi.storage import CodeStore, code_capacity
+
+_backend = functools.cache(resolve)
+
+
+class BatchKIVICache:
+    """A packed KV cache of one layer for sequences of different lengths.
+
+    Given the same keys and values, the codes of a row equal those of a :class:`~kivi.cache.KIVICache` of that sequence alone
+    bit for bit, and its queries see the same tokens quantised. Lengths are Python integers: no step waits for an array.
+
+    Args:
+        spec: A spec with ``kind="kivi"``, without settings by layer.
+        left_padding: For each row, how many columns of the tokens to come are padding, as for mlx-lm's ``BatchKVCache``.
+    """
+
+    def __init__(self, spec: CacheSpec, left_padding: Sequence[int]) -> None:
+        KIVICache(spec)  # it refuses what it cannot take: another kind, a missing backend
+        rows = len(left_padding)
+        self.spec = spec
+        self._offsets = [0] * rows  # tokens of each row
+        self._left_padding = list(left_padding)
+        self._width = 0  # columns of mlx-lm's padded coordinates; the newest token of every row is in the last
+        self._right_padding = [0] * rows  # of the prompt that is being processed
+        self._to_come: list[int] | None = None  # tokens of each row in that prompt
+        self._unaligned: list[int] | None = None  # padding that each row of the last call ended with
+        self._sinks = RowStore((-2, -2), lambda tokens: (tokens, tokens), _sink_capacity(spec), rows)
+        self._codes = RowStore(CodeStore.AXES, _code_lengths(spec), code_capacity, rows)
+        self._window = RowWindow(rows, slack=spec.group_size)
+
+    @property
+    def backend(self) -> Backend:
+        """Who runs the kernels."""
+        return _backend(self.spec.backend)
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of the next token of each row, int32 ``[B]``, for rotary embeddings; negative in left padding."""
+        return mx.array([self._width - padding for padding in self._left_padding], mx.int32)
+
+    @property
+    def frontiers(self) -> list[int]:
+        """Position of each row up to which tokens are sinks or quantised."""
+        return [sinks + codes for sinks, codes in zip(self._sinks.counts, self._codes.counts, strict=True)]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are."""
+        require_dispatch(sys._getframe(1).f_globals)
+        self._settle()
+        columns = keys.shape[-2]
+        skipped = [min(columns, max(0, padding - self._width)) for padding in self._left_padding]
+        taken = [columns - skip for skip in skipped]
+        if self._to_come is not None:
+            taken = [min(count, left) for count, left in zip(taken, self._to_come, strict=True)]
+            self._to_come = [left - count for left, count in zip(self._to_come, taken, strict=True)]
+            self._unaligned = [columns - skip - count for skip, count in zip(skipped, taken, strict=True)]
+        self._window.append(keys, values)
+        self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
+        self._width += columns
+        # What the first query of each row would see quantised if its tokens came one at a time.
+        self._flush([offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)])
+        self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
+        return keys, values
+
+    def attend(
+        self, queries: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Attend to all tokens of each row with the queries of the last call.
+
+        Args:
+            queries: ``[B, H_q, L, D_k]``, ``H_q`` a multiple of the KV heads. Not modified.
+            scale: Factor of the scores, usually ``D_k ** -0.5``.
+            mask: As :meth:`make_mask` makes them: boolean (True: seen) or additive, broadcastable to ``[B, H_q, L, width]`` in
+                left-padded coordinates. None or ``"causal"``: all but padding, or all before.
+            sinks: Attention sinks, one logit a query head ``[H_q]``.
+
+        Returns:
+            ``[B, H_q, L, D_v]`` in the dtype of the queries; rows of padding are unspecified.
+        """
+        length = queries.shape[-2]
+        if mask is None or isinstance(mask, str):
+            mask = self._own_mask(length, causal=mask is not None)
+        if length > MAX_CODE_QUERIES:
+            keys, values = self.keys_and_values()
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        columns = self._in_storage_order(mask)
+        return self.backend.decode_attention(queries, self._history(), scale=scale, causal=False, mask=columns, sinks=sinks)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return all tokens as the queries of the last call see them, in left-padded coordinates ``[B, H, width, D]``.
+
+        Costly: the history is dequantised at each call.
+        """
+        rows = [self._padded_row(row) for row in range(len(self._offsets))]
+        return mx.concatenate([keys for keys, _ in rows]), mx.concatenate([values for _, values in rows])
+
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:  # noqa: ARG002, N803  mlx-lm's names
+        """Return the mask of the next ``N`` tokens, as mlx-lm's ``BatchKVCache`` does, so that it serves every layer."""
+        mask: mx.array = create_causal_mask(N, offset=self._width, left_padding=mx.array(self._left_padding), **kwargs)
+        return mask
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce a prompt: ``lengths`` tokens in each row and then ``right_padding``, or ``left_padding`` and then tokens.
+
+        Raises:
+            ValueError: left padding for a batch that has tokens, or right padding without lengths.
+        """
+        if left_padding is not None:
+            if not self.empty():
+                raise ValueError("left padding can only be added to an empty BatchKIVICache")
+            self._left_padding = [old + new for old, new in zip(self._left_padding, left_padding, strict=True)]
+        if right_padding is not None and max(right_padding) > 0:
+            if lengths is None:
+                raise ValueError("right_padding without lengths: which tokens are padding must be known")
+            self._right_padding, self._to_come = list(right_padding), list(lengths)
+
+    def finalize(self) -> None:
+        """End a prompt that was padded on the right: its padding is moved to the left."""
+        self._settle()
+        self._left_padding = [left + right for left, right in zip(self._left_padding, self._right_padding, strict=True)]
+        self._right_padding = [0] * len(self._left_padding)
+        self._to_come = None
+
+    def filter(self, batch_indices: Iterable[int]) -> None:
+        """Keep the rows ``batch_indices``, in that order, and no more padding than they need."""
+        self._settle()
+        rows = [int(row) for row in batch_indices]
+        self._offsets = [self._offsets[row] for row in rows]
+        self._right_padding = [self._right_padding[row] for row in rows]
+        self._left_padding = [self._left_padding[row] for row in rows]
+        common = max(0, min(self._left_padding))
+        self._left_padding = [padding - common for padding in self._left_padding]
+        self._width -= common
+        for store in (self._sinks, self._codes, self._window):
+            store.keep(rows)
+
+    def extend(self, other: BatchKIVICache) -> None:
+        """Add the rows of ``other`` after one's own; ``other`` is used up.
+
+        Raises:
+            SpecError: it has another spec.
+        """
+        self._join([other])
+
+    @classmethod
+    def merge(cls, caches: Sequence[KIVICache]) -> Self:
+        """Return a batch whose rows are ``caches``, empty or with history.
+
+        Raises:
+            SpecError: they are not all packed caches of one spec.
+        """
+        first, *others = [cls._of_one(cache) for cache in caches]
+        first._join(others)
+        return first
+
+    def extract(self, idx: int) -> KIVICache:
+        """Return row ``idx`` as a cache of its own."""
+        self._settle()
+        if self._window.keys is None:
+            return KIVICache(self.spec)
+        exact: Sequence[mx.array] = self._window.read([idx], self._window.starts[idx], self._window.stop)
+        sinks: Sequence[mx.array] = self._sinks.row(idx)
+        if self.spec.sink_length and not sinks:  # so short that all of it is sinks
+            sinks, exact = exact, [part[..., :0, :] for part in exact]
+        codes = self._codes.row(idx) or (None,) * len(CodeStore.AXES)
+        arrays = dict(zip(STATE_ARRAYS, (*(sinks or (None, None)), *exact, *codes), strict=True))
+        return KIVICache.from_state({"spec": self.spec.model_dump_json(), "offset": self._offsets[idx], **arrays})
+
+    def is_trimmable(self) -> bool:
+        """Return True."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forget the newest ``n`` columns of every row as :meth:`KIVICache.trim` does, and return how many were forgotten."""
+        n = max(0, min(self._width, n))
+        rows = [self.extract(row) for row in range(len(self._offsets))]
+        for row in rows:
+            row.trim(n)
+        trimmed = self.merge(rows)
+        trimmed._width, trimmed._left_padding = self._width - n, self._left_padding
+        self.__dict__.update(vars(trimmed))
+        return n
+
+    def size(self) -> int:
+        """Return the columns of the padded coordinates: the tokens of the longest row."""
+        return self._width
+
+    def empty(self) -> bool:
+        """Return whether no row has a token."""
+        return self._window.keys is None
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The live arrays, for ``mx.eval``; to save a row, :meth:`extract` it."""
+        self._settle()
+        window = (self._window.keys, self._window.values)
+        return [*self._sinks.arrays, *self._codes.arrays, *(part for part in window if part is not None)]
+
+    def bytes(self) -> CacheBytes:
+        """Return what the rows weigh together; the capacity that shorter rows leave unused is ``spare``."""
+        resident = resident_bytes(self.state)
+        if self._window.keys is None or self._window.values is None:
+            return CacheBytes(resident=resident, full_precision=0)
+        rows = len(self._offsets)
+        quantized = sum(self._codes.counts)
+        exact = sum(self._offsets) - quantized
+        bill = functools.partial(
+            packed_bytes,
+            self.spec,
+            rows=self._window.keys.shape[1],
+            key_dim=self._window.keys.shape[-1],
+            value_dim=self._window.values.shape[-1],
+            itemsize=self._window.keys.itemsize,
+            resident=resident,
+        )
+        unused = bill(
+            quantized=rows * self._codes.capacity - quantized,
+            exact=rows * (self._sinks.capacity + self._window.capacity) - exact,
+        )
+        return bill(quantized=quantized, exact=exact, spare=unused.accounted)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the live arrays."""
+        return resident_bytes(self.state)
+
+    @classmethod
+    def _of_one(cls, cache: KIVICache) -> Self:
+        """Return a batch of the one row ``cache``."""
+        if type(cache) is not KIVICache:
+            raise SpecError(f"{type(cache).__name__}: a batch of packed caches takes KIVICache rows only; start it anew")
+        batch = cls(cache.spec, [0])
+        if cache.empty():
+            return batch
+        state: dict[str, Any] = cache.state
+        sinks, exact, codes = ([state[name] for name in STATE_ARRAYS[part]] for part in (slice(2), slice(2, 4), slice(4, None)))
+        if sinks[0] is not None and cache.offset < cache.spec.sink_length:
+            sinks, exact = [None], sinks
+        if sinks[0] is not None:
+            batch._sinks.append([0], sinks)
+        if codes[0] is not None:
+            batch._codes.append([0], codes)
+        batch._window.append(*exact)
+        batch._offsets = [cache.offset]
+        batch._width = cache.offset
+        return batch
+
+    def _join(self, others: Sequence[BatchKIVICache]) -> None:
+        batches = [self, *others]
+        for batch in batches:
+            if batch.spec != self.spec:
+                raise SpecError(f"{batch.spec.slug}: cannot join a batch of {self.spec.slug}, one batch has one spec")
+            if batch._to_come is not None:
+                raise ValueError("a batch in the middle of a padded prompt cannot be joined: call finalize() first")
+            batch._settle()
+        width = max(batch._width for batch in batches)
+        self._left_padding = [width - batch._width + padding for batch in batches for padding in batch._left_padding]
+        self._offsets = [offset for batch in batches for offset in batch._offsets]
+        self._right_padding = [0] * len(self._offsets)
+        self._width = width
+        self._sinks.extend([batch._sinks for batch in others])
+        self._codes.extend([batch._codes for batch in others])
+        self._window.extend([batch._window for batch in others])
+
+    def _frontier_of(self, offset: int) -> int:
+        """Return the frontier of a row that was given ``offset`` tokens and never trimmed.
+
+        As :class:`KIVICache`'s, but the sinks leave the window all at once: they are exact in either place.
+        """
+        sinks, group_size = self.spec.sink_length, self.spec.group_size
+        aged = max(0, offset - sinks - self.spec.residual_length)
+        return 0 if offset < sinks else sinks + aged // group_size * group_size
+
+    def _flush(self, offsets: Sequence[int]) -> None:
+        """Move what leaves the window of each row, were it ``offsets[row]`` long, into sinks and codes."""
+        moves: dict[tuple[int, int, int], list[int]] = {}
+        for row, (offset, frontier) in enumerate(zip(offsets, self.frontiers, strict=True)):
+            target = self._frontier_of(offset)
+            if target > frontier:
+                moves.setdefault((self._window.starts[row], frontier, target), []).append(row)
+        for (start, frontier, target), rows in moves.items():
+            keys, values = self._window.read(rows, start, start + target - frontier)
+            to_sinks = max(0, min(target, self.spec.sink_length) - frontier)
+            if to_sinks:
+                self._sinks.append(rows, (keys[..., :to_sinks, :], values[..., :to_sinks, :]))
+            if target - frontier > to_sinks:
+                self._codes.append(rows, self._quantize(keys[..., to_sinks:, :], values[..., to_sinks:, :]))
+            for row in rows:
+                self._window.starts[row] += target - frontier
+
+    def _quantize(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        spec, backend = self.spec, self.backend
+        shared: dict[str, Any] = {"group_size": spec.group_size, "param_dtype": spec.params}
+        packed_keys = backend.quantize_keys(keys, bits=spec.key_bits, **shared)
+        return [*packed_keys, *backend.quantize_values(values, bits=spec.value_bits, **shared)]
+
+    def _settle(self) -> None:
+        """Bring every row to the state of its last token, once the call's queries are through."""
+        if self._unaligned is not None:
+            if any(self._unaligned):
+                self._window.shift(self._unaligned)
+            self._unaligned = None
+        self._flush(self._offsets)
+        if self._window.capacity - self._window.longest > 2 * self.spec.group_size + MAX_CODE_QUERIES:
+            self._window.make_room(0)
+
+    def _history(self) -> History:
+        codes, sinks = self._codes.arrays, self._sinks.arrays
+        window_keys, window_values = self._window.buffers()
+        return History(
+            key_bits=self.spec.key_bits,
+            value_bits=self.spec.value_bits,
+            group_size=self.spec.group_size,
+            sink_keys=sinks[0] if sinks else None,
+            sink_values=sinks[1] if sinks else None,
+            keys=Packed(*codes[:3]) if codes else None,
+            values=Packed(*codes[3:]) if codes else None,
+            window_keys=window_keys,
+            window_values=window_values,
+            sink_count=mx.array(self._sinks.counts, mx.int32),
+            code_count=mx.array(self._codes.counts, mx.int32),
+            window_count=mx.array([self._window.stop] * len(self._offsets), mx.int32),
+        )
+
+    def _own_mask(self, length: int, *, causal: bool) -> mx.array:
+        """Return the mask of a call whose model made none: padding is hidden, and what comes later if ``causal``."""
+        if not causal:
+            return mx.arange(self._width) >= mx.array(self._left_padding)[:, None, None, None]
+        offset = self._width - length
+        mask: mx.array = create_causal_mask(length, offset=offset, left_padding=mx.array(self._left_padding))
+        return mask
+
+    def _in_storage_order(self, mask: mx.array) -> mx.array:
+        """Return ``mask``, in left-padded coordinates, for the columns of sinks, codes and window."""
+        shape = (1,) * (4 - mask.ndim) + mask.shape
+        mask = mx.broadcast_to(mask.reshape(shape), (len(self._offsets), *shape[1:3], self._width))
+        stored = self._sinks.capacity + self._codes.capacity  # columns from each row's position 0 on
+        positions = mx.array(self._left_padding)[:, None, None, None] + mx.arange(stored)
+        positions = mx.broadcast_to(mx.minimum(positions, self._width - 1), (*mask.shape[:-1], stored))
+        window = self._window
+        unused = max(0, window.stop - self._width)  # columns that are older than the padded coordinates
+        newest = mask[..., max(0, self._width - window.stop) :]
+        newest = mx.pad(newest, [(0, 0)] * 3 + [(unused, window.capacity - window.stop)])
+        seen = mx.arange(window.capacity) >= mx.array(window.starts)[:, None, None, None]
+        newest = newest & seen if mask.dtype == mx.bool_ else mx.where(seen, newest, -mx.inf)
+        return mx.concatenate([mx.take_along_axis(mask, positions, axis=-1), newest], axis=-1)
+
+    def _padded_row(self, row: int) -> tuple[mx.array, mx.array]:
+        """Return keys and values ``[1, H, width, D]`` of a row, its last column that of the call, zeros before it."""
+        parts: list[tuple[mx.array, ...]] = [self._window.read([row], self._window.starts[row], self._window.stop)]
+        keys, values = parts[0]
+        if self._codes.counts[row]:
+            arrays = self._codes.row(row)
+            codes = CodeStore(key_bits=self.spec.key_bits, value_bits=self.spec.value_bits, group_size=self.spec.group_size)
+            codes.append(Packed(*arrays[:3]), Packed(*arrays[3:]))
+            parts.insert(0, codes.dequantize(0, codes.count, keys.dtype, values.shape[-1]))
+        if self._sinks.counts[row]:
+            parts.insert(0, tuple(self._sinks.row(row)))
+        missing = self._width - sum(part[0].shape[-2] for part in parts)
+        padding = [(0, 0), (0, 0), (missing, 0), (0, 0)]
+        keys, values = (mx.concatenate(list(side), axis=-2) for side in zip(*parts, strict=True))
+        return mx.pad(keys, padding), mx.pad(values, padding)
+
+
+def _sink_capacity(spec: CacheSpec) -> Callable[[int], int]:
+    return lambda tokens: spec.sink_length if tokens else 0
+
+
+def _code_lengths(spec: CacheSpec) -> Callable[[int], tuple[int, ...]]:
+    """Return what a number of tokens take along the growing axis of each array of codes, as in :class:`CodeStore`."""
+
+    def lengths(tokens: int) -> tuple[int, ...]:
+        groups = tokens // spec.group_size
+        return (tokens * spec.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
+
+    return lengths

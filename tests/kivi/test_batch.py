@@ -1,0 +1,183 @@
+"""BatchKIVICache against the caches of its rows alone: codes bit for bit, attention within float32 noise."""
+
+from __future__ import annotations
+
+import copy
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from kivi.cache import KIVICache
+from kivi.spec import CacheSpec
+
+KV_HEADS, QUERY_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48
+SPEC = CacheSpec(key_bits=2, value_bits=4, group_size=32, residual_length=40, backend="mlx")
+SINKS = CacheSpec(
+    key_bits=4, value_bits=2, group_size=32, residual_length=5, sink_length=64, param_dtype="float32", backend="mlx"
+)
+NO_WINDOW = CacheSpec(residual_length=0, backend="mlx")
+SPECS = {"window": SPEC, "sinks": SINKS, "no window": NO_WINDOW}
+BOUND = 2e-5  # float32, outputs of order 1
+
+
+def draw(*shape):
+    return mx.random.normal(shape)
+
+
+class Side:
+    """A batch beside the single caches of its rows, and beside mlx-lm's own batch for the masks."""
+
+    def __init__(self, spec, rows, history=()):
+        self.spec = spec
+        self.singles = [KIVICache(spec) for _ in range(rows)]
+        full = [KVCache() for _ in range(rows)]
+        for single, kv_cache, length in zip(self.singles, full, history, strict=False):
+            if length:
+                keys, values = draw(1, KV_HEADS, length, KEY_DIM), draw(1, KV_HEADS, length, VALUE_DIM)
+                single.update_and_fetch(keys, values)
+                kv_cache.update_and_fetch(keys, values)
+        self.batch = KIVICache.merge(copy.deepcopy(self.singles))
+        self.mlx_lm = BatchKVCache.merge(full)
+
+    def call(self, lengths, columns, *, padded):
+        """Feed ``columns`` columns, of which ``lengths[row]`` are tokens and the rest is padding on the right."""
+        rows = len(self.singles)
+        keys, values = draw(rows, KV_HEADS, columns, KEY_DIM), draw(rows, KV_HEADS, columns, VALUE_DIM)
+        queries = draw(rows, QUERY_HEADS, columns, KEY_DIM)
+        mask = self.batch.make_mask(columns)
+        assert mx.array_equal(mask, self.mlx_lm.make_mask(columns))
+        fetched = self.batch.update_and_fetch(keys, values)
+        self.mlx_lm.update_and_fetch(keys, values)
+        assert fetched == (keys, values)
+        out = self.batch.attend(queries, scale=KEY_DIM**-0.5, mask=mask, sinks=None)
+        if not padded:
+            assert mx.array_equal(self.batch.offset, self.mlx_lm.offset)
+        for row, (single, length) in enumerate(zip(self.singles, lengths, strict=True)):
+            if length:
+                own_mask = single.make_mask(length, return_array=False, window_size=None)
+                single.update_and_fetch(keys[row : row + 1, :, :length], values[row : row + 1, :, :length])
+                own = single.attend(queries[row : row + 1, :, :length], scale=KEY_DIM**-0.5, mask=own_mask, sinks=None)
+                assert mx.max(mx.abs(out[row, :, :length] - own[0])).item() < BOUND
+        assert mx.all(mx.isfinite(out)).item()
+
+    def prompt(self, lengths, chunk):
+        """Process a prompt as mlx-lm's PromptProcessingBatch does."""
+        longest = max(lengths)
+        padding = [longest - length for length in lengths]
+        if any(padding):
+            self.batch.prepare(lengths=lengths, right_padding=padding)
+            self.mlx_lm.prepare(lengths=lengths, right_padding=padding)
+        for start in range(0, longest, chunk):
+            columns = min(chunk, longest - start)
+            taken = [max(0, min(columns, length - start)) for length in lengths]
+            self.call(taken, columns, padded=any(padding))
+            mx.eval(self.batch.state)
+        if any(padding):
+            self.batch.finalize()
+            self.mlx_lm.finalize()
+        self.check()
+
+    def decode(self, steps):
+        for _ in range(steps):
+            self.call([1] * len(self.singles), 1, padded=False)
+
+    def filter(self, rows):
+        self.singles = [self.singles[row] for row in rows]
+        self.batch.filter(rows)
+        self.mlx_lm.filter(rows)
+        self.check()
+
+    def extend(self, other):
+        self.singles += other.singles
+        self.batch.extend(other.batch)
+        self.mlx_lm.extend(other.mlx_lm)
+        self.check()
+
+    def check(self):
+        assert mx.array_equal(self.batch.offset, self.mlx_lm.offset)
+        assert self.batch.size() == self.mlx_lm.size()
+        for row, single in enumerate(self.singles):
+            assert_same_state(self.batch.extract(row), single)
+        if not self.batch.empty():
+            assert self.batch.bytes().is_honest
+            assert self.batch.nbytes == self.batch.bytes().resident
+
+
+def assert_same_state(one, other):
+    assert one.offset == other.offset
+    left, right = one.state, other.state
+    assert left.keys() == right.keys()
+    for name, expected in right.items():
+        if isinstance(expected, mx.array):
+            assert left[name] is not None, name
+            assert left[name].dtype == expected.dtype, name
+            assert mx.array_equal(left[name], expected), name
+        elif left[name] is not None and isinstance(left[name], mx.array):
+            assert left[name].size == 0, name
+        else:
+            assert left[name] == expected, name
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_unequal_prompts_then_decoding_equal_each_row_alone(spec):
+    mx.random.seed(0)
+    side = Side(spec, 4)
+    side.prompt([150, 33, 1, 96], chunk=64)
+    side.decode(70)
+    side.check()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_the_longest_row_leaves_and_another_joins(spec):
+    mx.random.seed(1)
+    side = Side(spec, 3)
+    side.prompt([40, 300, 77], chunk=128)
+    side.decode(3)
+    side.filter([0, 2])
+    newcomer = Side(spec, 1)
+    newcomer.prompt([130], chunk=128)
+    side.extend(newcomer)
+    side.decode(40)
+    side.filter([2])
+    side.decode(35)
+    side.check()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_rows_with_history_merge_and_go_on(spec):
+    mx.random.seed(2)
+    side = Side(spec, 4, history=[0, 200, 33, 64])
+    side.check()
+    side.prompt([9, 70, 1, 40], chunk=1000)
+    side.decode(5)
+    side.check()
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_whatever_happens_rows_equal_their_sequences_alone(data):
+    spec = data.draw(st.sampled_from(list(SPECS.values())), label="spec")
+    mx.random.seed(data.draw(st.integers(0, 99), label="seed"))
+    length = st.integers(0, 140)
+
+    def newcomers():
+        side = Side(spec, 0 + len(history := data.draw(st.lists(length, min_size=1, max_size=3), label="history")), history)
+        prompt = [max(1, data.draw(length, label="prompt")) for _ in history]
+        side.prompt(prompt, chunk=data.draw(st.sampled_from([1000, 50, 7]), label="chunk"))
+        return side
+
+    side = newcomers()
+    for action in data.draw(st.lists(st.sampled_from(["decode", "filter", "extend", "copy"]), max_size=5), label="actions"):
+        if action == "decode":
+            side.decode(data.draw(st.integers(1, 40), label="steps"))
+        elif action == "filter":
+            rows = list(range(len(side.singles)))
+            side.filter(sorted(data.draw(st.sets(st.sampled_from(rows), min_size=1), label="kept")))
+        elif action == "extend":
+            side.extend(newcomers())
+        else:
+            side.batch = copy.deepcopy(side.batch)
+    side.check()
