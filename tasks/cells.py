@@ -225,7 +225,8 @@ class _Artifact:
         progress, description = 100 * done / max(1, total), f"{self._label}: {stage}, {done} of {total}"
         try:
             if self._id is None:
-                self._id = create_progress_artifact(progress=progress, key=self._key, description=description)
+                created: Any = create_progress_artifact(progress=progress, key=self._key, description=description)
+                self._id = created
             else:
                 update_progress_artifact(artifact_id=self._id, progress=progress, description=description)
         except Exception as error:  # the server may be away for a while, which is no reason to lose a measurement

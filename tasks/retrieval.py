@@ -41,8 +41,13 @@ PLACES = (
     "mill",
     "signal station",
 )
-PEOPLE = ("the harbour master", "a young carpenter", "the baker's daughter", "two fishermen", "the librarian", "an old sailor")
-PEOPLE += (
+PEOPLE = (
+    "the harbour master",
+    "a young carpenter",
+    "the baker's daughter",
+    "two fishermen",
+    "the librarian",
+    "an old sailor",
     "the schoolteacher",
     "a travelling clockmaker",
     "the keeper of the mill",
@@ -50,8 +55,15 @@ PEOPLE += (
     "the doctor",
     "a painter",
 )
-GOODS = ("salted fish", "oak planks", "barrels of cider", "coils of rope", "wool", "lamp oil", "clay tiles", "seed potatoes")
-GOODS += (
+GOODS = (
+    "salted fish",
+    "oak planks",
+    "barrels of cider",
+    "coils of rope",
+    "wool",
+    "lamp oil",
+    "clay tiles",
+    "seed potatoes",
     "copper nails",
     "sailcloth",
     "crates of apples",
@@ -80,7 +92,13 @@ TIMES = (
     "at low tide",
 )
 MOODS = ("without hurry", "in good spirits", "with great care", "rather slowly", "in silence", "as quickly as possible")
-THINGS = ("the rudder of a small boat", "the roof of the town hall", "a broken loom", "the bell rope", "the eastern stairs")
+THINGS = (
+    "the rudder of a small boat",
+    "the roof of the town hall",
+    "a broken loom",
+    "the bell rope",
+    "the eastern stairs",
+)
 THINGS += ("an iron stove", "the wheel of a cart", "a map of the coast", "the pump in the square", "a shelf of ledgers")
 ROADS = (
     "the coast road",
