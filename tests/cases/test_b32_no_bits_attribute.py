@@ -1,4 +1,4 @@
-"""B32: elsewhere an attribute ``bits`` makes mlx-lm take a cache for its own quantised one and read tuples that are not there."""
+"""B32: elsewhere an attribute ``bits`` makes mlx-lm take a cache for its own quantised one and read tuples."""
 
 from __future__ import annotations
 
