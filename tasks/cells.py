@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -97,8 +98,7 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
     if finished is not None:
         _logger().info("%s: found, measured at %s", cell.label, finished.provenance.started)
         return Finished(finished, reused=True)
-    with _measuring(cell.label, cell.key, cell.settings.deadline_s) as monitor:
-        model = loaded_model(cell.model)
+    with _measuring(cell.label, cell.key, cell.model, cell.settings.deadline_s) as (model, monitor):
         result = measure_cell(
             model,
             prompts.texts(model.tokenizer),
@@ -107,7 +107,7 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
             cell_key=cell.key,
             prompt_set=prompts.name,
             prompt_sha256=prompts.sha256,
-            references=_references(reference_gb),
+            references=_references(cache_dir() / "references", reference_gb),
             monitor=monitor,
         )
     store.write(result)
@@ -136,8 +136,8 @@ def run_throughput(
     reused = timings is not None
     if timings is None:
         name = f"throughput of {label}"
-        with _measuring(name, key, sum(cell.settings.deadline_s for cell in cells)) as monitor:
-            model = loaded_model(cells[0].model)
+        deadline_s = sum(cell.settings.deadline_s for cell in cells)
+        with _measuring(name, key, cells[0].model, deadline_s) as (model, monitor):
             settings = cells[0].settings
             specs = [cell.spec for cell in cells]
             texts = prompts.texts(model.tokenizer)
@@ -179,17 +179,17 @@ def _load(config: ModelConfig) -> LoadedModel:
     return load_model(config.name, revision=config.revision, dtype=config.dtype)
 
 
-@functools.cache
-def _references(gigabytes: float) -> ReferenceStore:
-    return ReferenceStore(cache_dir() / "references", int(gigabytes * GB))
+@functools.cache  # one for the process: it knows what this run still needs
+def _references(folder: Path, gigabytes: float) -> ReferenceStore:
+    return ReferenceStore(folder, int(gigabytes * GB))
 
 
 @contextmanager
-def _measuring(label: str, key: str, deadline_s: float) -> Iterator[Monitor]:
-    """Hold the accelerator and hand out a monitor; the deadline counts from then on. Failures get the label."""
+def _measuring(label: str, key: str, config: ModelConfig, deadline_s: float) -> Iterator[tuple[LoadedModel, Monitor]]:
+    """Hold the accelerator and hand out the model and a monitor, whose deadline counts from then on. Failures get the label."""
     try:
         with accelerator(label, log=_logger().info):
-            yield Monitor(_Reporter(label, key), deadline_s)
+            yield loaded_model(config), Monitor(_Reporter(label, key), deadline_s)
     except Exception as error:  # whatever stops a measurement, a person must read which one it was
         raise CellError(f"{label}: {str(error) or type(error).__name__}") from error
 

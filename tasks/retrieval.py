@@ -98,8 +98,12 @@ THINGS = (
     "a broken loom",
     "the bell rope",
     "the eastern stairs",
+    "an iron stove",
+    "the wheel of a cart",
+    "a map of the coast",
+    "the pump in the square",
+    "a shelf of ledgers",
 )
-THINGS += ("an iron stove", "the wheel of a cart", "a map of the coast", "the pump in the square", "a shelf of ledgers")
 ROADS = (
     "the coast road",
     "the path through the orchard",
