@@ -62,6 +62,8 @@ class MLXBackend:
             logits = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (batch, heads, length, 1))
             scores = mx.concatenate([scores, logits], axis=-1)
         weights = mx.softmax(scores, axis=-1, precise=True)
+        if sinks is not None:
+            weights = weights[..., :-1]
         out = _weighted_values(weights.reshape(*grouped.shape[:3], -1), history)
         return out.reshape(batch, heads, length, -1).astype(queries.dtype)
 
