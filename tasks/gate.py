@@ -74,9 +74,10 @@ gate = task(name="gate", cache_policy=NO_CACHE)(judge)
 
 def _check(outcome: Outcome, thresholds: Thresholds) -> Iterator[Check]:
     label, key = outcome.cell.label, outcome.cell.key
-    if outcome.result is None:
+    if outcome.error or outcome.result is None:
         why = f"failed: {outcome.error}" if outcome.error else "has no result"
         yield Check(cell=label, cell_key=key, metric="result", passed=False, reason=f"{label} {why}")
+    if outcome.result is None:
         return
     yield _check_audit(label, outcome.result)
     fields = {field.name: field for field in metric_fields()}

@@ -13,11 +13,11 @@ from tasks.plan import Cell, Skipped
 
 
 class Outcome(Config):
-    """One cell: a result, or why there is none."""
+    """One cell: a result, or why there is none; both when it was measured and could not be timed."""
 
     cell: Cell
     result: CellResult | None = None
-    error: str = Field("", description="one sentence that says why there is no result")
+    error: str = Field("", description="one sentence that says what went wrong")
     details: str = Field("", description="the traceback behind the error")
     reused: bool = Field(False, description="whether the result was found, measured by an earlier run of the same night")
 

@@ -19,7 +19,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from kivi.measure.results import CellResult
-from tasks import links
+from tasks import places
 from tasks.config import Config
 from tasks.escape import markdown, visible
 from tasks.figures import depth_figure, panel_title, pareto_figure, step_figure
@@ -74,8 +74,8 @@ def build_report(
     linked = {}
     if experiment_id:
         linked = {
-            "this night's run": links.run_path(experiment_id, parent_id),
-            "its cells side by side": links.compare_path(experiment_id, cell_ids),
+            "this night's run": places.run_path(experiment_id, parent_id),
+            "its cells side by side": places.compare_path(experiment_id, cell_ids),
         }
     content: dict[str, Any] = {
         "night": night,
@@ -86,7 +86,7 @@ def build_report(
         "tiers": "; ".join(f"{name} {good:g} and {bad:g}" for name, (good, bad) in TIERS.items()),
         "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
         "links": linked,
-        "address": f"{links.UI_ADDRESS}/",
+        "address": f"{places.UI_ADDRESS}/",
         "facts": _facts(night),
         "total": sum(night.seconds.values()),
         "samples": SAMPLES,

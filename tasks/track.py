@@ -85,6 +85,11 @@ def finish_night(
     client.set_terminated(parent_id, "FINISHED" if verdict.passed else "FAILED")
 
 
+def find_nights(store: TrackingStore) -> list[Run]:
+    """Return the parents, newest first, without those that were superseded."""
+    return _search(store, {"kivi.kind": "matrix"})
+
+
 def find_cells(store: TrackingStore, parent_id: str) -> list[Run]:
     """Return the cells of a matrix, without those that were superseded."""
     return _search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.kind": "cell"})

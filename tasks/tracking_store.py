@@ -18,9 +18,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
+from tasks.places import ARTIFACTS, DATABASE
+
 EXPERIMENT = "kivi-nightly"
-DATABASE = "mlflow.db"
-ARTIFACTS = "artifacts"
 LOCK = "writer.lock"
 LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
 

@@ -1,10 +1,15 @@
-"""Where a person looks: addresses in MLflow's user interface, as ``kivi ui`` serves it."""
+"""Where things are: files in a tracking folder, and addresses in MLflow's user interface as ``kivi ui`` serves it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from urllib.parse import quote
+
+DATABASE = "mlflow.db"
+ARTIFACTS = "artifacts"
+RESULTS = "results"
+REPORTS = "reports"
 
 UI_PORT = 5050  # not MLflow's own 5000, which macOS gives to AirPlay
 UI_ADDRESS = f"http://127.0.0.1:{UI_PORT}"

@@ -1,0 +1,45 @@
+"""The ad-hoc evaluation: a night of one model, one prompt set and one cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+
+from flows.nightly import NightResult, run_matrix
+from kivi.measure.settings import MeasureSettings
+from tasks.config import Model, NightlyConfig, Prompts, Spec, Thresholds
+
+
+@flow(name="evaluate", flow_run_name="{spec} on {model}", persist_result=False)
+def evaluate(
+    model: Model,
+    prompts: Prompts,
+    spec: Spec,
+    measure: MeasureSettings = MeasureSettings(),  # noqa: B008  frozen
+    thresholds: dict[str, Thresholds] | None = None,
+    tracking_dir: Path = Path("mlruns"),
+    refresh: bool = False,
+) -> State[NightResult]:
+    """Measure one cache of one model on one prompt set, as a night would.
+
+    Args:
+        model: embedded, a folder in mlx-lm's format, or a Hugging Face id.
+        prompts: humaneval, retrieval, or a source with its column.
+        spec: The cache, as KIND[:key=value,...].
+        measure: How much is measured.
+        thresholds: Limits beside the default ones.
+        tracking_dir: Folder of the MLflow store, of finished results and of reports.
+        refresh: Measure anew.
+    """
+    return run_matrix(single(model, prompts, spec, measure, thresholds or {}), tracking_dir, refresh)
+
+
+def single(
+    model: Model, prompts: Prompts, spec: Spec, measure: MeasureSettings, thresholds: dict[str, Thresholds]
+) -> NightlyConfig:
+    """Return the matrix of one cell."""
+    return NightlyConfig(
+        name="evaluate", models=(model,), prompt_sets=(prompts,), specs=(spec,), measure=measure, thresholds=thresholds
+    )

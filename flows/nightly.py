@@ -1,0 +1,201 @@
+"""The nightly regression: the cells of a matrix, measured, tracked, gated and reported; the flow's state is the verdict."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
+from flows.progress import listener
+from kivi.models import check_model
+from tasks.cells import CellError, loaded_model, run_cell, run_throughput, watch
+from tasks.config import Config, ModelConfig, NightlyConfig
+from tasks.gate import Verdict, gate
+from tasks.night import Night, Outcome, PromptSource
+from tasks.places import REPORTS, RESULTS
+from tasks.plan import Cell, ModelIdentity, identify, plan, resolve_specs
+from tasks.prompts import PromptSet, load_prompt_set
+from tasks.report import publish, report
+from tasks.store import ResultStore
+from tasks.track import find_cells, finish, track
+from tasks.tracking_store import writer
+
+REASONS = 5  # sentences of the verdict in the flow's message
+
+
+class NightResult(Config):
+    """What a night came to, and where it was written."""
+
+    night: Night
+    verdict: Verdict
+    page: Path
+    experiment_id: str
+    run_id: str
+    cell_ids: tuple[str, ...]
+
+
+@task(name="prompts", task_run_name="prompts {config.name}", cache_policy=NO_CACHE)
+def read_prompts(config: Any) -> PromptSet:
+    """Read one prompt set."""
+    return load_prompt_set(config)
+
+
+@task(name="model", task_run_name="model {config.name}", cache_policy=NO_CACHE)
+def identify_model(config: ModelConfig) -> ModelIdentity:
+    """Load one model and say what it is."""
+    return identify(config, loaded_model(config))
+
+
+@flow(name="nightly", flow_run_name="{config.name}", persist_result=False, validate_parameters=True)
+def nightly(config: NightlyConfig, tracking_dir: Path = Path("mlruns"), refresh: bool = False) -> State[NightResult]:
+    """Measure a matrix of models, prompt sets and caches against each model's full-precision cache.
+
+    The state is Completed when every cell passed its limits and Failed otherwise, with the verdict as message. Run again
+    on the same night it finds what is finished and measures what is not.
+
+    Args:
+        config: The matrix, how much is measured, and what passes.
+        tracking_dir: Folder of the MLflow store, of finished results and of reports.
+        refresh: Measure everything anew; runs of before are tagged as superseded.
+    """
+    return run_matrix(config, tracking_dir, refresh)
+
+
+def run_matrix(config: NightlyConfig, tracking_dir: Path, refresh: bool) -> State[NightResult]:
+    """Do what :func:`nightly` says, within the flow run that calls it."""
+    clock, scheduled = Clock(), scheduled_start()
+    with clock.part("prepare"):
+        resolve_specs(config)  # a backend that is required and missing, or a model that is not there, ends it here
+        for model in config.models:
+            check_model(model.name, model.revision)
+        store = ResultStore(tracking_dir / RESULTS)
+        prompt_sets = [read_prompts(prompts) for prompts in config.prompt_sets]
+        models = [identify_model(model) for model in config.models]
+        planned = plan(config, prompt_sets, models, night=scheduled)
+    listener().planned(planned)
+    by_name = {prompts.name: prompts for prompts in prompt_sets}
+    outcomes: list[Outcome] = []
+    with watch(listener().step):
+        for cells in planned.groups:  # a model is loaded once: its cells run, and are timed, in a row
+            prompts = by_name[cells[0].prompt_set]
+            with clock.part("cells"):
+                group = [measure(cell, prompts, store, config.reference_gb, refresh) for cell in cells]
+            with clock.part("throughput"):
+                outcomes += add_throughput(group, prompts, store, refresh)
+    night = Night(
+        name=config.name,
+        scheduled=scheduled,
+        outcomes=tuple(outcomes),
+        skipped=planned.skipped,
+        prompt_sets=tuple(describe(prompts) for prompts in prompt_sets),
+        seconds=clock.seconds,
+        flow_run_id=str(runtime.flow_run.id or ""),
+    )
+    with writer(tracking_dir) as tracking:
+        run_id = track(tracking, night, refresh)
+        verdict = gate(night, config)
+        cell_ids = tuple(run.info.run_id for run in find_cells(tracking, run_id))
+        written = report(night, verdict, tracking.experiment_id, run_id, cell_ids)
+        page = written.write(tracking_dir / REPORTS)
+        finish(tracking, run_id, night, verdict, written.note, {"report.html": written.html, **written.figures})
+    publish(written, night, verdict, page)
+    result = NightResult(
+        night=night, verdict=verdict, page=page, experiment_id=tracking.experiment_id, run_id=run_id, cell_ids=cell_ids
+    )
+    return final_state(result)
+
+
+def measure(cell: Cell, prompts: PromptSet, store: ResultStore, reference_gb: float, refresh: bool) -> Outcome:
+    """Run one cell; whatever stops it becomes its outcome, so that the others run."""
+    state = run_cell(cell, prompts, store, reference_gb=reference_gb, refresh=refresh, return_state=True)
+    if state.is_completed():
+        finished = state.result()
+        outcome = Outcome(cell=cell, result=finished.result, reused=finished.reused)
+    else:
+        outcome = Outcome(cell=cell, **explain(cell.label, state))
+    listener().finished(outcome)
+    return outcome
+
+
+def add_throughput(group: list[Outcome], prompts: PromptSet, store: ResultStore, refresh: bool) -> list[Outcome]:
+    """Time the caches of the cells that have a result, interleaved; a cell that cannot be timed keeps its other figures."""
+    cells = [outcome.cell for outcome in group if outcome.result is not None]
+    if not cells:
+        return group
+    label = f"{cells[0].model.name} × {prompts.name}"
+    state = run_throughput(label, cells, prompts, store, refresh=refresh, return_state=True)
+    if not state.is_completed():
+        failure = explain(f"throughput of {label}", state)
+        return [outcome.model_copy(update=failure) if outcome.result else outcome for outcome in group]
+    timed = state.result()
+    outcomes = []
+    for outcome in group:
+        key = outcome.cell.key
+        if key in timed.results:
+            outcome = outcome.model_copy(update={"result": timed.results[key]})
+        elif key in timed.failed:
+            outcome = outcome.model_copy(update={"error": timed.failed[key].removeprefix(f"{outcome.cell.label}: ")})
+        outcomes.append(outcome)
+    return outcomes
+
+
+def explain(label: str, state: State[Any]) -> dict[str, str]:
+    """Return the sentence and the traceback of a task that did not complete."""
+    error = state.result(raise_on_failure=False)
+    if not isinstance(error, BaseException):
+        return {"error": state.message or state.type.value, "details": ""}
+    sentence = str(error) if isinstance(error, CellError) else f"{type(error).__name__}: {error}"
+    details = "".join(traceback.format_exception(error))
+    return {"error": sentence.removeprefix(f"{label}: "), "details": details}
+
+
+def final_state(result: NightResult) -> State[NightResult]:
+    """Return the flow's state: the verdict, with its first reasons."""
+    verdict = result.verdict
+    if verdict.passed:
+        return Completed(message=verdict.headline, data=result)
+    more = len(verdict.reasons) - REASONS
+    lines = [verdict.headline, *verdict.reasons[:REASONS], *([f"and {more} more"] if more > 0 else [])]
+    return Failed(message="\n".join(lines), data=result)
+
+
+def scheduled_start() -> str:
+    """Return what the night is called.
+
+    A run of a deployment is named for its scheduled start, which a run that is resumed or retried keeps. A run by hand is
+    named for the day (UTC), so that running it again on the same day finds its results.
+    """
+    if runtime.deployment.id:
+        return str(runtime.flow_run.scheduled_start_time.strftime("%Y-%m-%d %H:%M UTC"))
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def describe(prompts: PromptSet) -> PromptSource:
+    """Return where a prompt set came from, in a phrase."""
+    revision = f" at {prompts.revision}" if prompts.revision else ""
+    source = f"{prompts.source}{revision}, split {prompts.split}, {prompts.note}"
+    return PromptSource(name=prompts.name, sha256=prompts.sha256, source=source, rows=len(prompts.rows))
+
+
+class Clock:
+    """How long each part of a run took; a part that comes again adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started

@@ -1,0 +1,194 @@
+"""What the command line shows: progress while a night runs, its table and its verdict at the end."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from flows.nightly import NightResult
+from tasks import places
+from tasks.escape import visible
+from tasks.night import Outcome
+from tasks.plan import Plan
+from tasks.table import HEADINGS, Row, rows, show_seconds
+from tasks.tracking_store import EXPERIMENT
+
+STYLES = {"pass": "green", "good": "green", "marginal": "yellow", "fail": "red", "failed": "red", "bad": "red"}
+NARROW = 100  # columns below which the table keeps only what fits
+NARROW_COLUMNS = ("cache", "smaller", "kl", "flips", "verdict")
+DEFAULT_TRACKING_DIR = Path("mlruns")
+
+
+class Bars:
+    """Two bars, one over the cells and one inside the running cell; the context shows and removes them."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._cells = self._progress.add_task("preparing", total=None)
+        self._steps = self._progress.add_task("", total=None, visible=False)
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def planned(self, plan: Plan) -> None:
+        self._progress.update(self._cells, description="cells", total=len(plan.cells))
+
+    def step(self, label: str, stage: str, done: int, total: int) -> None:
+        text = escape(visible(f"{label}: {stage}"))
+        self._progress.update(self._steps, description=text, completed=done, total=total, visible=True)
+
+    def finished(self, outcome: Outcome) -> None:
+        self._progress.advance(self._cells)
+        self._progress.update(self._steps, visible=False)
+        if outcome.error:
+            self._progress.console.print(Text(_line(outcome), style="red"))
+
+
+class Lines:
+    """A line a cell, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._done = self._total = 0
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def planned(self, plan: Plan) -> None:
+        self._total = len(plan.cells)
+
+    def step(self, label: str, stage: str, done: int, total: int) -> None:
+        pass
+
+    def finished(self, outcome: Outcome) -> None:
+        self._done += 1
+        self._console.print(Text(f"{self._done}/{self._total} {_line(outcome)}"), soft_wrap=True)
+
+
+def progress(console: Console) -> Bars | Lines:
+    """Return bars for a terminal, lines for anything else."""
+    return Bars(console) if console.is_terminal else Lines(console)
+
+
+def log_to(console: Console) -> None:
+    """Show what the project's own code logs, such as what it waits for; Prefect's own lines stay out of the way."""
+    handler = RichHandler(console=console, show_time=False, show_path=False, show_level=False, markup=False, highlighter=None)
+    handler.addFilter(_OwnRecords())
+    for name in ("prefect.flow_runs", "prefect.task_runs", "tasks", "flows", "kivi"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+    for name in ("tasks", "flows", "kivi"):
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+class _OwnRecords(logging.Filter):
+    """Lets pass warnings of this project's modules, and all that the accelerator's lock says."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        path = Path(record.pathname)
+        own = Path(__file__).resolve().parent.parent in path.resolve().parents and "site-packages" not in path.parts
+        return own and (record.levelno >= logging.WARNING or path.stem == "accelerator")
+
+
+def show(console: Console, result: NightResult, tracking_dir: Path) -> None:
+    """Print the table, the verdict with its reasons, and where to look."""
+    night, verdict = result.night, result.verdict
+    console.print()
+    console.print(table(rows(night, verdict), night.title, narrow=console.width < NARROW))
+    for skipped in night.skipped:
+        console.print(Text(f"skipped {visible(skipped.what)}: {visible(skipped.why)}"), soft_wrap=True)
+    spent = ", ".join(f"{part} {show_seconds(seconds)}" for part, seconds in night.seconds.items())
+    reused = sum(outcome.reused for outcome in night.outcomes)
+    found = f"; {reused} of {len(night.outcomes)} cells were measured earlier" if reused else ""
+    console.print(Text(f"took {spent}{found}"), soft_wrap=True)
+    console.print(Text(verdict.headline, style="bold green" if verdict.passed else "bold red"))
+    for reason in verdict.reasons:
+        console.print(Text(f"  {visible(reason)}"), soft_wrap=True)
+    for name, where in where_to_look(result, tracking_dir).items():
+        console.print(Text(f"{name:8}{where}"), soft_wrap=True)
+
+
+def where_to_look(result: NightResult, tracking_dir: Path) -> dict[str, str]:
+    """Return where a night can be looked at."""
+    command = "kivi ui" if tracking_dir == DEFAULT_TRACKING_DIR else f"kivi ui --tracking-dir {shlex.quote(str(tracking_dir))}"
+    return {
+        "report": str(result.page),
+        "MLflow": command,
+        "night": f"{places.UI_ADDRESS}/{places.run_path(result.experiment_id, result.run_id)}",
+        "compare": f"{places.UI_ADDRESS}/{places.compare_path(result.experiment_id, result.cell_ids)}",
+    }
+
+
+def table(lines: list[Row], title: str, *, narrow: bool) -> Table:
+    """Return the table of a night; a narrow one has fewer columns, and leaves out what all cells share."""
+    names = [name for name in Row._fields if not narrow or name in NARROW_COLUMNS]
+    if len({line.on for line in lines}) > 1:
+        names = [name for name in Row._fields if name in {*names, "on"}]
+    elif "on" in names:
+        names.remove("on")
+    shown = Table(title=Text(_title(lines, title)), title_justify="left")
+    for name in names:
+        left = name in {"cache", "on", "tier", "verdict"}
+        shown.add_column(getattr(HEADINGS, name), justify="left" if left else "right", overflow="fold")
+    for line in lines:
+        texts = [getattr(line, name) for name in names]
+        shown.add_row(*[Text(text, style=STYLES.get(text, "")) for text in texts])
+    return shown
+
+
+def as_json(result: NightResult, tracking_dir: Path) -> dict[str, Any]:
+    """Return the result of a command for ``--json``."""
+    cells = [
+        {
+            "label": outcome.cell.label,
+            "cell_key": outcome.cell.key,
+            "spec": outcome.cell.spec.slug,
+            "verdict": result.verdict.of(outcome.cell.key),
+            "error": outcome.error,
+            "reused": outcome.reused,
+            "result": outcome.result.model_dump(mode="json") if outcome.result else None,
+        }
+        for outcome in result.night.outcomes
+    ]
+    return {
+        "night": result.night.title,
+        "passed": result.verdict.passed,
+        "reasons": list(result.verdict.reasons),
+        "cells": cells,
+        "skipped": [skipped.model_dump() for skipped in result.night.skipped],
+        "seconds": result.night.seconds,
+        "experiment": EXPERIMENT,
+        "run_id": result.run_id,
+        "look": where_to_look(result, tracking_dir),
+    }
+
+
+def _title(lines: list[Row], title: str) -> str:
+    shared = {line.on for line in lines}
+    return visible(title) + (f": {shared.pop()}" if len(shared) == 1 else "")
+
+
+def _line(outcome: Outcome) -> str:
+    label = visible(outcome.cell.label)
+    if outcome.error:
+        return f"{label}: failed: {visible(outcome.error)}"
+    if outcome.reused or outcome.result is None:
+        return f"{label}: measured earlier"
+    return f"{label}: measured in {show_seconds(sum(outcome.result.provenance.seconds.values()))}"
