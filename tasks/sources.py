@@ -141,11 +141,12 @@ def _hub(config: PromptSetConfig) -> Opened:
         rows = datasets.load_dataset(config.source, config.config, split=config.split, revision=config.revision)
     except Exception as error:  # the HTTP library's own errors come through
         raise PromptSetError(f"{_named(config)}: {_explain(error, config)}{_listed(cached)}") from error
-    found = Path(rows.cache_files[0]["filename"]).parent.name  # <cache>/<set>/<config>/<version>/<revision>/<file>
-    if found != config.revision:
+    # <cache>/<set>/<config>/<version>/<revision>/<file>; a table without rows has no files
+    found = {Path(file["filename"]).parent.name for file in rows.cache_files}
+    if not found <= {config.revision}:
         why = f"revision {config.revision} is not in the cache, and Hugging Face cannot be reached"
         raise PromptSetError(f"{_named(config)}: {why}{_listed(cached)}")
-    return Opened(rows, found)
+    return Opened(rows, config.revision)
 
 
 class Cached(NamedTuple):

@@ -30,9 +30,9 @@ def test_a_loop_that_sleeps_past_its_deadline_stops_at_it() -> None:
 def test_a_submitted_cell_stops_at_its_deadline_and_the_next_one_runs(
     prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KIVI_CACHE_DIR", str(tmp_path / "cache"))
     model = ModelConfig()
     identity = identify(model, loaded_model(model))
+    monkeypatch.setenv("KIVI_CACHE_DIR", str(tmp_path / "cache"))  # now that the model is loaded: a lock of this test's own
     prompts = load_prompt_set(PromptSetConfig(source="humaneval"))
     store = ResultStore(tmp_path / "results")
 
