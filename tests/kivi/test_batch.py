@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from kivi.batch import BatchKIVICache
 from kivi.cache import KIVICache
-from kivi.spec import CacheSpec
+from kivi.spec import CacheSpec, SpecError
 
 KV_HEADS, QUERY_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48
 SPEC = CacheSpec(key_bits=2, value_bits=4, group_size=32, residual_length=40, backend="mlx")
@@ -181,3 +182,88 @@ def test_whatever_happens_rows_equal_their_sequences_alone(data):
         else:
             side.batch = copy.deepcopy(side.batch)
     side.check()
+
+
+def test_trimming_a_batch_trims_every_row_as_it_would_be_alone():
+    mx.random.seed(3)
+    side = Side(SINKS, 3)
+    side.prompt([200, 90, 3], chunk=1000)
+    for n in (2, 40):
+        assert side.batch.trim(n) == side.mlx_lm.trim(n) == n
+        for single in side.singles:
+            single.trim(n)
+        assert mx.array_equal(side.batch.offset, side.mlx_lm.offset)
+        for row in (0, 1):
+            assert_same_state(side.batch.extract(row), side.singles[row])
+    assert side.batch.extract(2).empty()
+    side.filter([0, 1])
+    side.decode(50)
+    side.check()
+
+
+def test_a_step_builds_its_graph_and_computes_nothing():
+    mx.random.seed(4)
+    side = Side(NO_WINDOW, 2)
+    side.prompt([100, 31], chunk=1000)
+    mx.eval(side.batch.state)
+    before = mx.get_active_memory()
+    for _ in range(40):  # flushes of both rows included
+        keys = draw(2, KV_HEADS, 1, KEY_DIM)
+        mask = side.batch.make_mask(1)
+        side.batch.update_and_fetch(keys, keys[..., :VALUE_DIM])
+        out = side.batch.attend(draw(2, QUERY_HEADS, 1, KEY_DIM), scale=1.0, mask=mask)
+    # Only the lengths, which come from the host, and random keys are there: a history would be 20 times as much.
+    assert mx.get_active_memory() - before < 40_000
+    mx.eval(out)
+
+
+def test_masks_that_are_additive_or_missing_hide_the_same():
+    mx.random.seed(5)
+    side = Side(SINKS, 3)
+    side.prompt([200, 90, 3], chunk=1000)
+    for columns in (1, 4, 12):
+        batch = copy.deepcopy(side.batch)
+        seen = batch.make_mask(columns)
+        keys, values = draw(3, KV_HEADS, columns, KEY_DIM), draw(3, KV_HEADS, columns, VALUE_DIM)
+        queries = draw(3, QUERY_HEADS, columns, KEY_DIM)
+        batch.update_and_fetch(keys, values)
+        expected = batch.attend(queries, scale=0.1, mask=seen)
+        additive = mx.where(seen, 0.0, -mx.inf)
+        per_head = mx.broadcast_to(additive, (3, QUERY_HEADS, columns, seen.shape[-1]))
+        for mask in (additive, per_head, "causal", None if columns == 1 else seen):
+            assert mx.allclose(batch.attend(queries, scale=0.1, mask=mask), expected, atol=1e-5)
+
+
+def test_a_sliding_mask_is_followed_in_the_history():
+    mx.random.seed(6)
+    side = Side(SPEC, 2)
+    side.prompt([200, 110], chunk=1000)
+    mask = side.batch.make_mask(1, window_size=100)
+    keys, values, queries = draw(2, KV_HEADS, 1, KEY_DIM), draw(2, KV_HEADS, 1, VALUE_DIM), draw(2, QUERY_HEADS, 1, KEY_DIM)
+    side.batch.update_and_fetch(keys, values)
+    got = side.batch.attend(queries, scale=0.1, mask=mask)
+    all_keys, all_values = side.batch.keys_and_values()
+    expected = mx.fast.scaled_dot_product_attention(queries, all_keys[..., -100:, :], all_values[..., -100:, :], scale=0.1)
+    assert mx.allclose(got, expected, atol=1e-5)
+
+
+def test_only_packed_caches_of_one_spec_share_a_batch():
+    with pytest.raises(SpecError, match="KVCache: a batch of packed caches takes KIVICache rows only"):
+        KIVICache.merge([KIVICache(SPEC), KVCache()])
+    with pytest.raises(SpecError, match="kivi-k2v2-g32-r0-mlx: cannot join a batch of kivi-k2v4-g32-r40-mlx"):
+        KIVICache.merge([KIVICache(SPEC), KIVICache(NO_WINDOW)])
+    with pytest.raises(SpecError, match="cannot join a batch of"):
+        BatchKIVICache(SPEC, [0]).extend(BatchKIVICache(NO_WINDOW, [0]))
+
+
+def test_padding_is_refused_where_it_would_be_taken_for_tokens():
+    batch = BatchKIVICache(SPEC, [0, 0])
+    with pytest.raises(ValueError, match="right_padding without lengths"):
+        batch.prepare(right_padding=[0, 3])
+    batch.prepare(lengths=[5, 2], right_padding=[0, 3])
+    with pytest.raises(ValueError, match="finalize"):
+        batch.extend(BatchKIVICache(SPEC, [0]))
+    batch.update_and_fetch(draw(2, KV_HEADS, 5, KEY_DIM), draw(2, KV_HEADS, 5, VALUE_DIM))
+    batch.finalize()
+    with pytest.raises(ValueError, match="left padding can only be added to an empty"):
+        batch.prepare(left_padding=[1, 0])
