@@ -32,7 +32,6 @@ CONFIDENCE = 0.95
 FEWEST_PAIRS = 8  # below, even differences that all have one sign come about by chance with 2 / 2^n > 0.01
 FEWEST_ROUNDS = 3
 FEWEST_RESAMPLES = 10_000
-RESAMPLED_AT_ONCE = 4_000_000  # numbers drawn in one go: 32 MB
 # Relative changes are taken of at least this much: below, a cache is as good as exact and its figure is noise of floats.
 FLOORS = {"quality.kl_mean": 1e-4, "quality.flip_rate": 0.02}
 
@@ -128,9 +127,10 @@ def compare(pairs: Sequence[Pair], tolerances: Tolerances, notes: Sequence[str] 
     """
     observed = [metric for pair in pairs for metric in _observe(pair, tolerances)]
     sampled = sum(metric.is_sampled for metric in observed)
-    # A lone regression passes Benjamini-Hochberg with p <= rate / tests: enough resamples to see a p of a quarter of that.
-    resamples = max(FEWEST_RESAMPLES, math.ceil(8 * sampled / tolerances.false_discovery_rate))
-    estimates = [_estimate(metric, resamples, tolerances.seed) for metric in observed]
+    # A lone regression passes Benjamini-Hochberg with p <= rate / tests: the smallest p of the bootstrap is half of that.
+    resamples = max(FEWEST_RESAMPLES, math.ceil(4 * sampled / tolerances.false_discovery_rate))
+    estimator = _Estimator(resamples, tolerances.seed)
+    estimates = [estimator.estimate(metric) for metric in observed]
     adjusted = iter(_adjust([estimate.p_value for estimate in estimates if estimate.p_value is not None]))
     changes = tuple(
         _judge(metric, estimate, None if estimate.p_value is None else next(adjusted), tolerances)
@@ -209,35 +209,38 @@ def _contexts(result: CellResult) -> dict[int, ContextThroughput]:
     return {timing.context: timing for timing in result.throughput.contexts} if result.throughput else {}
 
 
-def _estimate(metric: _Observed, resamples: int, seed: int) -> _Estimate:
-    if metric.differences is not None:
-        return _bootstrap(metric.differences, resamples, seed)
-    if metric.rounds is not None:
-        return _welch(*metric.rounds)
-    if metric.exact and metric.before is not None and metric.after is not None:
-        return _Estimate(metric.after / metric.before - 1)
-    return _Estimate(math.nan)
+class _Estimator:
+    """Estimates with draws that all metrics of as many samples share, since their seed is one."""
 
+    def __init__(self, resamples: int, seed: int) -> None:
+        self._resamples, self._seed = resamples, seed
+        self._drawn: dict[int, np.ndarray[Any, np.dtype[np.uint16]]] = {}
 
-def _bootstrap(differences: Floats, resamples: int, seed: int) -> _Estimate:
-    """Return the mean of ``differences``, its percentile interval, and the p value at which that interval meets zero."""
-    change = float(differences.mean())
-    means = _resampled_means(differences, resamples, np.random.default_rng(seed))
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    method = f"percentile bootstrap, {resamples} resamples of {differences.size} pairs, seed {seed}"
-    beyond = min(int((means <= 0).sum()), int((means >= 0).sum()))
-    p_value = min(1.0, 2 * (beyond + 1) / (resamples + 1))
-    return _Estimate(change, Interval(low=float(low), high=float(high), method=method), p_value)
+    def estimate(self, metric: _Observed) -> _Estimate:
+        if metric.differences is not None:
+            return self._bootstrap(metric.differences)
+        if metric.rounds is not None:
+            return _welch(*metric.rounds)
+        if metric.exact and metric.before is not None and metric.after is not None:
+            return _Estimate(metric.after / metric.before - 1)
+        return _Estimate(math.nan)
 
+    def _bootstrap(self, differences: Floats) -> _Estimate:
+        """Return the mean of ``differences``, its percentile interval, and the p value at which that interval meets zero."""
+        means = self._draws(differences.size) @ (differences / differences.size)
+        low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        method = f"percentile bootstrap, {self._resamples} resamples of {differences.size} pairs, seed {self._seed}"
+        beyond = min(int((means <= 0).sum()), int((means >= 0).sum()))
+        p_value = min(1.0, 2 * (beyond + 1) / (self._resamples + 1))
+        return _Estimate(float(differences.mean()), Interval(low=float(low), high=float(high), method=method), p_value)
 
-def _resampled_means(values: Floats, resamples: int, generator: np.random.Generator) -> Floats:
-    count = values.size
-    portion = max(1, RESAMPLED_AT_ONCE // count)
-    parts = [
-        values[generator.integers(count, size=(min(portion, resamples - done), count))].mean(axis=1)
-        for done in range(0, resamples, portion)
-    ]
-    return np.concatenate(parts)
+    def _draws(self, count: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+        """Return how often each of ``count`` samples is drawn, ``[resamples, count]``."""
+        if count not in self._drawn:
+            generator = np.random.default_rng(self._seed)
+            even = np.full(count, 1 / count)
+            self._drawn[count] = generator.multinomial(count, even, size=self._resamples).astype(np.uint16)
+        return self._drawn[count]
 
 
 def _welch(before: Floats, after: Floats) -> _Estimate:
