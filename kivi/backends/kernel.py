@@ -1,0 +1,194 @@
+"""Kernel plumbing: one body, a prelude a target, compiled once a configuration.
+
+A kernel's body (``kernels/*.body``) is written in the dialect of docs/kernels.md. Its configuration becomes macros before
+it, a target's prelude comes first, and the target compiles the text: MLX for Metal and CUDA, a C++ compiler for the host.
+Sequence lengths are never configuration; kernels get them in arrays, so one variant serves every length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Protocol
+
+import mlx.core as mx
+
+from kivi.backends import BackendError, Name
+
+Setting = int | float | mx.Dtype
+Grid = tuple[int, int, int]
+
+SIMD_WIDTH = 32
+SHARED_LIMIT = 32 * 1024  # bytes of threadgroup memory that every Metal device has
+SMALLEST_INPUT = 8  # MLX passes smaller Metal inputs in the constant address space, which changes the kernel's signature
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel before it is configured.
+
+    Attributes:
+        name: Name of the body's file.
+        inputs, outputs: The buffers' names in the body, in order.
+        threads: Threads a threadgroup, a multiple of 32.
+        headers: Files of dialect functions that the body uses.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    threads: int
+    headers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A configured kernel, as text for one target."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    input_dtypes: tuple[mx.Dtype, ...]
+    output_dtypes: tuple[mx.Dtype, ...]
+    header: str
+    source: str
+
+
+class Launch(Protocol):
+    """A compiled program; ``grid`` counts threads, as MLX's kernels do."""
+
+    def __call__(
+        self,
+        *,
+        inputs: list[mx.array],
+        grid: Grid,
+        threadgroup: Grid,
+        output_shapes: list[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+    ) -> list[mx.array]: ...
+
+
+class Target(Protocol):
+    """What compiles and runs programs.
+
+    Attributes:
+        name: The backend's name in messages.
+        prelude: Name of the file that defines the dialect for this target.
+        prologue: First lines of every body: ``group`` (x, y, z), ``tid``, ``lane`` and ``simd``.
+        type_names: The target's spelling of each dtype.
+    """
+
+    name: Name
+    prelude: str
+    prologue: str
+    type_names: dict[mx.Dtype, str]
+
+    def build(self, program: Program) -> Launch: ...
+
+
+Configuration = tuple[tuple[str, Setting], ...]
+Key = tuple[Target, str, Configuration, tuple[mx.Dtype, ...]]
+
+# At module level because caches are deep-copied and compiled kernels cannot be.
+_COMPILED: dict[Key, tuple[str, Launch]] = {}
+_PROVEN: set[Key] = set()
+_LOCK = threading.Lock()
+
+
+def read_source(name: str) -> str:
+    """Return the text of a file in ``kernels/``."""
+    return resources.files("kivi.backends").joinpath("kernels", name).read_text()
+
+
+def compose(
+    target: Target, kernel: Kernel, settings: dict[str, Setting], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+) -> Program:
+    """Return the text of ``kernel`` for ``target``.
+
+    The program's name ends in a digest of all of it: MLX's caches of compiled CUDA kernels, on disk too, know kernels by
+    name only.
+    """
+    macros = {**settings, "THREADS": kernel.threads}
+    lines = [f"#define {name} {_spell(target, value)}" for name, value in macros.items()]
+    header = "\n".join([read_source(target.prelude), *lines, "", *map(read_source, kernel.headers)])
+    source = f"{target.prologue}\n{read_source(kernel.name + '.body')}"
+    digest = hashlib.sha256(repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs)).encode()).hexdigest()
+    name = f"kivi_{kernel.name}_{digest[:12]}"
+    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source)
+
+
+def launch(
+    target: Target,
+    kernel: Kernel,
+    settings: dict[str, Setting],
+    inputs: Sequence[mx.array],
+    *,
+    groups: Grid,
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+) -> list[mx.array]:
+    """Run ``kernel`` on a grid of ``groups`` threadgroups and return its outputs, given as shapes and dtypes.
+
+    Compiles on the first use of a configuration, and waits for that first result, so that a kernel that cannot be compiled
+    or run fails here, by name. Later uses are lazy like any MLX operation.
+
+    Raises:
+        BackendError: the kernel failed to compile or to run.
+    """
+    padded = [_at_least_smallest(array) for array in inputs]
+    dtypes = [array.dtype for array in padded]
+    key: Key = (target, kernel.name, tuple(settings.items()), tuple(dtypes))
+    shapes, output_dtypes = [shape for shape, _ in outputs], [dtype for _, dtype in outputs]
+    try:
+        _, run = _compiled(key, target, kernel, settings, dtypes, output_dtypes)
+        results = run(
+            inputs=padded,
+            grid=(groups[0] * kernel.threads, groups[1], groups[2]),
+            threadgroup=(kernel.threads, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=output_dtypes,
+        )
+        if key not in _PROVEN:
+            mx.eval(results)
+            _PROVEN.add(key)
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(f"backend={target.name}: kernel {kernel.name} with {_describe(settings)} failed: {error}") from error
+    return results
+
+
+def compiled_variants(target: Target) -> list[str]:
+    """Return the names of the programs compiled for ``target`` so far."""
+    return [name for key, (name, _) in _COMPILED.items() if key[0] is target]
+
+
+def _compiled(
+    key: Key,
+    target: Target,
+    kernel: Kernel,
+    settings: dict[str, Setting],
+    inputs: Sequence[mx.Dtype],
+    outputs: Sequence[mx.Dtype],
+) -> tuple[str, Launch]:
+    with _LOCK:
+        if key not in _COMPILED:
+            program = compose(target, kernel, settings, inputs, outputs)
+            _COMPILED[key] = program.name, target.build(program)
+        return _COMPILED[key]
+
+
+def _at_least_smallest(array: mx.array) -> mx.array:
+    if array.size >= SMALLEST_INPUT:
+        return array
+    return mx.concatenate([array.reshape(-1), mx.zeros((SMALLEST_INPUT,), array.dtype)])
+
+
+def _spell(target: Target, value: Setting) -> str:
+    if isinstance(value, mx.Dtype):
+        return target.type_names[value]
+    return f"{value!r}f" if isinstance(value, float) else str(value)
+
+
+def _describe(settings: dict[str, Setting]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())

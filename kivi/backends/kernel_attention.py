@@ -1,0 +1,200 @@
+"""Launches of the attention kernels: a grid over heads and splits of the tokens, then a merge of the splits."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from kivi.backends import BackendError, History, Packed
+from kivi.backends.kernel import Kernel, Setting, Target, launch
+from kivi.quantize import padded_length
+
+TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
+THREADS = 128
+QUERY_TILES = (1, 2, 4)  # queries that a threadgroup may take; more would not leave registers for a tile's codes
+WANTED_GROUPS = 512  # threadgroups that fill a large GPU; fewer heads get more splits
+MOST_SPLITS = 256
+LOG2_E = math.log2(math.e)
+
+HISTORY_INPUTS = (
+    *("key_words", "key_scale", "key_zero", "value_words", "value_scale", "value_zero"),
+    *("sink_keys", "sink_values", "window_keys", "window_values"),
+)
+ATTENTION = Kernel(
+    "attention",
+    ("queries", *HISTORY_INPUTS, "mask", "counts", "layout", "factor"),
+    ("split_out", "split_sums"),
+    THREADS,
+    ("lanes.h", "attention.h"),
+)
+MERGE = Kernel("attention_merge", ("split_out", "split_sums", "sink_logits", "layout"), ("out",), THREADS, ("attention.h",))
+
+
+class Split(NamedTuple):
+    """How attention's work is cut: queries a threadgroup, tiles of queries, splits of the tokens."""
+
+    query_tile: int
+    query_tiles: int
+    splits: int
+
+
+class Call(NamedTuple):
+    """One call of attention, its arrays in the kernels' order."""
+
+    settings: dict[str, Setting]
+    arrays: list[mx.array]  # queries, the history, mask, counts
+    layout: list[int]  # see kernels/attention.h; the number of splits is filled in later
+    factor: mx.array
+
+
+def decode_attention(
+    target: Target,
+    queries: mx.array,
+    history: History,
+    *,
+    scale: float,
+    causal: bool,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`. A query that sees nothing gets zeros."""
+    call = describe(queries, history, scale=scale, causal=causal, mask=mask)
+    split = plan(queries, history, TILE_TOKENS)
+    batch, heads = history.window_keys.shape[:2]
+    rows = queries.shape[0] * queries.shape[1] * queries.shape[2]
+    channels = history.window_values.shape[-1]
+    layout = constant((*call.layout[:3], split.splits, *call.layout[4:]), mx.int32)
+    split_out, split_sums = launch(
+        target,
+        ATTENTION,
+        call.settings | {"QUERY_TILE": split.query_tile},
+        [*call.arrays, layout, call.factor],
+        groups=(split.splits, split.query_tiles, batch * heads),
+        outputs=[((rows, split.splits, channels), mx.float32), ((rows, split.splits, 2), mx.float32)],
+    )
+    return merge(target, queries, split_out, split_sums, layout, sinks)
+
+
+def merge(
+    target: Target,
+    queries: mx.array,
+    split_out: mx.array,
+    split_sums: mx.array,
+    layout: mx.array,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Merge splits ``[rows, splits, D_v]`` with their maxima and sums ``[rows, splits, 2]`` into ``[B, H_q, L, D_v]``."""
+    channels = split_out.shape[-1]
+    settings: dict[str, Setting] = {"ELEMENT": queries.dtype, "VALUE_CHANNELS": channels, "SINK_LOGITS": int(sinks is not None)}
+    logits = constant((0.0,), mx.float32) if sinks is None else sinks.astype(mx.float32)
+    (out,) = launch(
+        target,
+        MERGE,
+        settings,
+        [split_out, split_sums, logits, layout],
+        groups=(split_out.shape[0], 1, 1),
+        outputs=[((*queries.shape[:3], channels), queries.dtype)],
+    )
+    return out
+
+
+def plan(queries: mx.array, history: History, tile_tokens: int, query_tiles: tuple[int, ...] = QUERY_TILES) -> Split:
+    """Cut the work by shapes and capacities, never by counts, which may be on the GPU only."""
+    batch, heads = history.window_keys.shape[:2]
+    rows = queries.shape[1] // heads * queries.shape[2]
+    query_tile = next((tile for tile in query_tiles if tile >= rows), query_tiles[-1])
+    tiles_of_queries = -(-rows // query_tile)
+    tiles = sum(-(-tokens // tile_tokens) for tokens in capacities(history))
+    splits = min(max(WANTED_GROUPS // (batch * heads * tiles_of_queries), 1), max(tiles, 1), MOST_SPLITS)
+    return Split(query_tile, tiles_of_queries, splits)
+
+
+def capacities(history: History) -> tuple[int, int, int]:
+    """Return the tokens that sinks, codes and window have room for: the mask's columns, in order."""
+    codes = 0 if history.values is None else history.values.words.shape[2]
+    sinks = 0 if history.sink_keys is None else history.sink_keys.shape[2]
+    return sinks, codes, history.window_keys.shape[2]
+
+
+def describe(queries: mx.array, history: History, *, scale: float, causal: bool, mask: mx.array | None) -> Call:
+    """Return the configuration, buffers and layout of a call.
+
+    Raises:
+        BackendError: the query heads are no multiple of the KV heads.
+    """
+    query_heads, length = queries.shape[1:3]
+    heads = history.window_keys.shape[1]
+    if query_heads % heads:
+        raise BackendError(f"{query_heads} query heads on {heads} KV heads: expected a multiple")
+    sink_room, code_room, window_room = capacities(history)
+    counts, stride = _counts(history, queries.shape[0])
+    mask_array, mask_strides = _mask(mask)
+    layout = [query_heads // heads * length, length, heads, 0, code_room, sink_room, window_room, int(causal)]
+    arrays = [queries, *_codes(history.keys), *_codes(history.values)]
+    arrays += [_or_nothing(history.sink_keys, queries.dtype), _or_nothing(history.sink_values, queries.dtype)]
+    arrays += [history.window_keys, history.window_values, mask_array, counts]
+    factor = constant((scale * LOG2_E,), mx.float32)
+    return Call(_settings(history, mask), arrays, [*layout, *mask_strides, stride], factor)
+
+
+def _settings(history: History, mask: mx.array | None) -> dict[str, Setting]:
+    value_channels = history.window_values.shape[-1]
+    padded = padded_length(value_channels, history.group_size)
+    value_columns = padded * history.value_bits // 32
+    return {
+        "KEY_BITS": history.key_bits,
+        "VALUE_BITS": history.value_bits,
+        "GROUP": history.group_size,
+        "KEY_CHANNELS": history.window_keys.shape[-1],
+        "VALUE_CHANNELS": value_channels,
+        "VALUE_PADDED": padded,
+        "KEY_CODES": 32 // history.key_bits,
+        "VALUE_CODES": 32 // history.value_bits,
+        "KEY_COLUMNS": TILE_TOKENS * history.key_bits // 32,
+        "VALUE_COLUMNS": value_columns,
+        "VALUE_SLICES": max(THREADS // value_columns, 1),
+        "EXACT_COLUMNS": -(-padded // THREADS),
+        "MASKED": int(mask is not None),
+    }
+
+
+@lru_cache(maxsize=1024)
+def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
+    """Return a small array, kept because the same few are passed in every layer and step."""
+    array = mx.array(values, dtype)
+    mx.eval(array)
+    return array
+
+
+def _or_nothing(array: mx.array | None, dtype: mx.Dtype) -> mx.array:
+    return constant((0,) * 8, dtype) if array is None else array
+
+
+def _codes(packed: Packed | None) -> tuple[mx.array, mx.array, mx.array]:
+    if packed is not None:
+        return packed
+    return _or_nothing(None, mx.uint32), _or_nothing(None, mx.float16), _or_nothing(None, mx.float16)
+
+
+def _counts(history: History, batch: int) -> tuple[mx.array, int]:
+    """Return counts of codes, sinks and window, as ``[3]`` or ``[B, 3]``, and the stride of a row."""
+    counts = (history.code_count, history.sink_count, history.window_count)
+    numbers = tuple(count for count in counts if isinstance(count, int))
+    if len(numbers) == len(counts):
+        return constant(numbers, mx.int32), 0
+    columns = [mx.broadcast_to(mx.array(count, mx.int32), (batch,)) for count in counts]
+    return mx.stack(columns, axis=-1), 3
+
+
+def _mask(mask: mx.array | None) -> tuple[mx.array, list[int]]:
+    """Return the mask as additive float32 and its strides, 0 along axes that it broadcasts over."""
+    if mask is None:
+        return constant((0.0,), mx.float32), [0, 0, 0, 0]
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    additive = mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask
+    shape = additive.shape
+    strides = [math.prod(shape[axis + 1 :]) if shape[axis] > 1 else 0 for axis in range(4)]
+    return additive.astype(mx.float32), strides

@@ -1,0 +1,28 @@
+// What attention's kernels share. Scores are in units of log2, so that weights are powers of two.
+
+// The code at bit `shift` of `word` as a float 1 + code / 2^BITS: placed in the mantissa's top bits, with no conversion.
+template <int BITS>
+FN float code_as_mantissa(uint word, int shift) {
+  const int top = 23 - BITS;
+  const uint mask = ((1u << BITS) - 1u) << top;
+  const uint moved = shift > top ? word >> (shift - top) : word << (top - shift);
+  return as_float((moved & mask) | 0x3f800000u);
+}
+
+// exp2(x - maximum), 0 when nothing was seen yet.
+FN float weight_of(float x, float maximum) { return maximum == -INFINITY_F ? 0.0f : exp2_f(x - maximum); }
+
+// Positions of the layout array, which describes a launch.
+#define QUERY_ROWS layout[0]     // queries of one KV head: query heads a KV head times L
+#define QUERIES layout[1]        // L
+#define KV_HEADS layout[2]
+#define SPLITS layout[3]
+#define CODE_CAPACITY layout[4]  // tokens
+#define SINK_CAPACITY layout[5]
+#define WINDOW_CAPACITY layout[6]
+#define CAUSAL layout[7]
+#define MASK_BATCH layout[8]     // strides of the mask, in elements
+#define MASK_HEAD layout[9]
+#define MASK_QUERY layout[10]
+#define MASK_TOKEN layout[11]
+#define COUNT_STRIDE layout[12]  // 3 when every row of the batch has its own counts, else 0

@@ -1,0 +1,54 @@
+"""B33: elsewhere, a kernel was compiled for each sequence length. Here one variant serves all lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kivi.backends import History
+from kivi.backends.kernel import compiled_variants
+from kivi.backends.kernel_backend import KernelBackend
+from kivi.backends.kernel_host import HostTarget
+
+import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
+
+LENGTHS = range(1, 56)
+GROUP = 32
+
+
+def test_one_variant_a_kernel_over_55_lengths() -> None:
+    target = HostTarget()
+    backend = KernelBackend(target)
+    for length in LENGTHS:
+        x = mx.random.normal((1, 1, length, 32))
+        settings = {"bits": 2, "group_size": GROUP, "param_dtype": mx.float16}
+        backend.group_roundtrip(x, axis=-1, **settings)
+        backend.group_roundtrip(x, axis=-2, **settings)
+        backend.quantize_values(x, **settings)
+        backend.quantize_keys(mx.repeat(x[:, :, :1], GROUP * (1 + length % 3), axis=2), **settings)
+        backend.decode_attention(x[:, :, -1:], history(backend, length), scale=0.1, causal=True, mask=None, sinks=None)
+    names = [name.split("_")[1:-1] for name in compiled_variants(target)]
+    assert len(names) == 6, names
+
+
+def history(backend: KernelBackend, length: int) -> History:
+    """Return a history of ``length`` groups and ``length`` window tokens, with capacity that grows in steps."""
+    capacity = GROUP * (16 + length // 16 * 16)
+    settings = {"bits": 2, "group_size": GROUP, "param_dtype": mx.float16}
+    empty = mx.zeros((1, 1, capacity, 32))
+    window = mx.random.normal((1, 1, 64, 32))
+    full = History(
+        key_bits=2,
+        value_bits=2,
+        group_size=GROUP,
+        sink_keys=None,
+        sink_values=None,
+        keys=backend.quantize_keys(empty, **settings),
+        values=backend.quantize_values(empty, **settings),
+        window_keys=window,
+        window_values=window,
+        sink_count=0,
+        code_count=min(length, 16) * GROUP,
+        window_count=length,
+    )
+    # Before the first group is quantised there are no codes: the same variant serves.
+    return full if length % 8 else dataclasses.replace(full, keys=None, values=None, code_count=0)

@@ -1,0 +1,127 @@
+"""Fused decode attention on codes against float32 attention on the dequantised history."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from kivi.backends import Backend, BackendError, History
+
+import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import Case, build, reference
+
+# The bound: the largest difference to the reference over the largest value, by the dtype of queries. In float16 the result's
+# own rounding is 2^-11 of it, and CUDA's tuned body rounds folded scales and weights to float16.
+BOUND = {mx.float32: 4e-6, mx.float16: 2.0**-9, mx.bfloat16: 2.0**-7}
+
+CASES = {
+    "short": Case(),
+    "float32": Case(dtype=mx.float32, params=mx.float32, codes=320, window=140),
+    "bfloat16": Case(dtype=mx.bfloat16, key_bits=4, codes=256, sinks=32),
+    "grouped": Case(queries_a_head=4, codes=320, sinks=32, key_channels=128, value_channels=128, value_bits=4, key_bits=4),
+    "grouped_by_three": Case(queries_a_head=3, length=2, key_channels=72, value_channels=80, key_bits=4, codes=192),
+    "many_queries": Case(length=8, key_channels=256, value_channels=128, group_size=128, value_bits=4, codes=384, window=129),
+    "eight_bits": Case(key_channels=80, value_channels=96, key_bits=8, value_bits=8, group_size=64, codes=192, sinks=64),
+    "wide_values": Case(value_channels=256, key_channels=96, batch=2, codes=64, window=3),
+    "nothing_quantised": Case(codes=0, window=9),
+    "long": Case(heads=1, key_channels=128, value_channels=128, codes=1600, window=33, sinks=128),
+}
+
+
+def largest_error(actual: mx.array, expected: mx.array, values: mx.array) -> float:
+    return float((mx.max(mx.abs(actual.astype(mx.float32) - expected)) / mx.max(mx.abs(values))).item())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_within_the_bound(backend: Backend, name: str) -> None:
+    case = CASES[name]
+    queries, history, exact = build(case)
+    kept = mx.array(queries)
+    scale = case.key_channels**-0.5
+    actual = backend.decode_attention(queries, history, scale=scale, causal=True, mask=None, sinks=None)
+    assert actual.dtype == case.dtype
+    assert largest_error(actual, reference(queries, exact, scale, causal=True), exact.values) < BOUND[case.dtype]
+    assert mx.array_equal(queries, kept).item()
+
+
+@pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long"])
+def test_masks_and_sinks_are_applied(backend: Backend, name: str) -> None:
+    case = CASES[name]
+    queries, history, exact = build(case, seed=1)
+    batch, heads, length, _ = queries.shape
+    columns = exact.keys.shape[2]
+    scale = case.key_channels**-0.5
+    some = mx.random.uniform(shape=(length, columns)) > 0.3
+    masks = {
+        "boolean": some,
+        "boolean by row": mx.broadcast_to(some[None, None], (batch, 1, length, columns)),
+        "additive by head": mx.random.normal((1, heads, 1, columns)),
+    }
+    for sinks in (None, mx.random.normal((heads,))):
+        for kind, mask in masks.items():
+            actual = backend.decode_attention(queries, history, scale=scale, causal=False, mask=mask, sinks=sinks)
+            expected = reference(queries, exact, scale, causal=False, mask=mask, sinks=sinks)
+            assert largest_error(actual, expected, exact.values) < BOUND[case.dtype], kind
+
+
+def test_rows_of_a_batch_may_have_different_lengths(backend: Backend) -> None:
+    case = Case(batch=3, codes=192, window=20, sinks=32)
+    counts = [(32, 192, 20), (0, 64, 1), (32, 0, 12)]
+    queries, history, exact = build(case, counts=counts)
+    actual = backend.decode_attention(queries, history, scale=0.125, causal=True, mask=None, sinks=None)
+    assert largest_error(actual, reference(queries, exact, 0.125, causal=True), exact.values) < BOUND[case.dtype]
+
+
+def test_spare_capacity_is_never_read_into_the_result(backend: Backend) -> None:
+    case = Case(codes=96, key_channels=128, value_channels=128, spare=3)
+    queries, history, _ = build(case)
+    assert history.keys is not None and history.values is not None
+    keys, values = history.keys, history.values
+    dirty = dataclasses.replace(
+        history,
+        keys=keys._replace(scale=_spoil(keys.scale, 3, 3), zero=_spoil(keys.zero, 3, 3)),
+        values=values._replace(scale=_spoil(values.scale, 2, 96), zero=_spoil(values.zero, 2, 96)),
+        window_keys=_spoil(history.window_keys, 2, 40),
+        window_values=_spoil(history.window_values, 2, 40),
+    )
+    arguments = {"scale": 0.1, "causal": True, "mask": None, "sinks": None}
+    clean_out = backend.decode_attention(queries, history, **arguments)
+    assert mx.array_equal(backend.decode_attention(queries, dirty, **arguments), clean_out).item()
+
+
+def _spoil(array: mx.array, axis: int, start: int) -> mx.array:
+    """Return ``array`` with NaN from ``start`` on along ``axis``."""
+    index = mx.arange(array.shape[axis]).reshape([-1 if i == axis else 1 for i in range(array.ndim)])
+    return mx.where(index < start, array, mx.array(float("nan"), array.dtype))
+
+
+def test_a_query_that_sees_nothing_gets_zeros(backend: Backend) -> None:
+    queries, history, exact = build(Case())
+    nothing = mx.zeros((1, 1, 1, exact.keys.shape[2]), mx.bool_)
+    out = backend.decode_attention(queries, history, scale=0.1, causal=True, mask=nothing, sinks=None)
+    assert mx.all(out == 0).item()
+
+
+def test_a_history_without_codes_is_attended_to(backend: Backend) -> None:
+    queries, history, exact = build(Case(codes=0, window=17))
+    bare: History = dataclasses.replace(history, keys=None, values=None)
+    actual = backend.decode_attention(queries, bare, scale=0.125, causal=True, mask=None, sinks=None)
+    assert largest_error(actual, reference(queries, exact, 0.125, causal=True), exact.values) < BOUND[mx.float16]
+
+
+def test_a_non_finite_group_shows_in_the_result(backend: Backend) -> None:
+    queries, history, _ = build(Case(codes=96, key_channels=128, value_channels=128))
+    assert history.keys is not None
+    broken = dataclasses.replace(history, keys=history.keys._replace(scale=_spoil(history.keys.scale, 3, 2)))
+    assert mx.any(mx.isnan(backend.decode_attention(queries, broken, scale=0.1, causal=True, mask=None, sinks=None))).item()
+
+
+def test_query_heads_must_be_a_multiple_of_kv_heads(backend: Backend) -> None:
+    _, history, _ = build(Case(heads=2))
+    with pytest.raises(BackendError, match="3 query heads on 2 KV heads: expected a multiple"):
+        backend.decode_attention(mx.zeros((1, 3, 1, 64)), history, scale=1.0, causal=True, mask=None, sinks=None)
