@@ -25,6 +25,15 @@ def metric(description: str, unit: str, *, higher_is_better: bool | None) -> Any
     )
 
 
+def optional_metric(description: str, unit: str, *, higher_is_better: bool | None) -> Any:
+    """Declare a measured number that not every spec has; None is never logged."""
+    return Field(
+        None,
+        description=description,
+        json_schema_extra={"unit": unit, "higher_is_better": higher_is_better},
+    )
+
+
 class Record(BaseModel):
     """Base of all results: frozen, no unknown fields, no NaN or infinity."""
 
@@ -49,6 +58,15 @@ class DepthBucket(Record):
     flip_rate: float
 
 
+class StepCheck(Record):
+    """The same positions of the first sequence, scored one token a call as decoding does, and in chunks."""
+
+    positions: int
+    kl_mean_steps: float
+    kl_mean_chunks: float
+    largest_difference: float = Field(description="of the two KLs at one position, nats")
+
+
 class Quality(Record):
     """Distance from the full-precision cache, teacher-forced on the same tokens.
 
@@ -70,6 +88,16 @@ class Quality(Record):
     by_depth: list[DepthBucket] = []
     sequence_kl: list[float] = Field([], description="mean KL of each sequence or block, in order: the gate's paired samples")
     sequence_flips: list[float] = Field([], description="flip rate of each sequence or block, in order")
+    step_check: StepCheck | None = None
+    control_kl_mean: float | None = optional_metric(
+        "mean KL from the full cache of the same codes, dequantised: the quantiser's error", "nats", higher_is_better=False
+    )
+    control_flip_rate: float | None = optional_metric(
+        "share of positions whose top token changes, same codes dequantised", "1", higher_is_better=False
+    )
+    kernel_kl_mean: float | None = optional_metric(
+        "mean KL from the dequantised codes to attention on codes: the kernels' error", "nats", higher_is_better=False
+    )
 
 
 class Continuation(Record):
@@ -141,6 +169,12 @@ class Memory(Record):
     peak_decode_bytes: int = metric("MLX's peak during decode", "bytes", higher_is_better=False)
     process_peak_bytes: int = metric("largest resident set of the process so far", "bytes", higher_is_better=None)
     tokens: int = metric("tokens in the cache, over all rows", "tokens", higher_is_better=None)
+    growth_bytes: int | None = optional_metric(
+        "growth of MLX's active memory since before the caches were made: a witness", "bytes", higher_is_better=None
+    )
+    held_bytes: int | None = optional_metric(
+        "bytes of every array reachable from the caches, whatever they say: a witness", "bytes", higher_is_better=None
+    )
 
 
 class Accounting(Record):
@@ -252,7 +286,7 @@ def metric_values(result: CellResult) -> Iterator[tuple[str, float]]:
     """Yield the name and value of every metric that ``result`` holds, and ``audit.passed`` as 0 or 1."""
     for field in metric_fields():
         family, name = field.name.split(".")
-        record = getattr(result, family)
-        if record is not None:
-            yield field.name, float(getattr(record, name))
+        value = getattr(getattr(result, family), name, None)
+        if value is not None:
+            yield field.name, float(value)
     yield "audit.passed", float(result.audit.passed)

@@ -1,0 +1,142 @@
+"""Memory: what caches hold, by their own account and by two witnesses that do not ask them.
+
+- *resident*: bytes of the live arrays, as the cache's ``bytes()`` measures them; for mlx-lm's caches, which have no books,
+  the arrays that they hold;
+- *accounted*: what the tokens need by count, the rest being spare capacity;
+- *held*: bytes of every array that can be reached from the cache, buffers counted once, whatever the cache says;
+- *growth*: of MLX's active memory since before the caches were made.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from kivi.accounting import CacheBytes, sum_bytes
+from kivi.measure.arms import held_arrays
+from kivi.measure.results import Accounting, Memory
+
+KILOBYTE = 1024  # unit of ru_maxrss on Linux; macOS counts bytes
+
+
+def cache_bytes(cache: Any) -> CacheBytes:
+    """Return what one layer's cache weighs.
+
+    Caches with books are asked. mlx-lm's have none: a ``KVCache`` is all full precision, a ``QuantizedKVCache`` codes and
+    parameters, both with spare capacity beyond their offset; any other cache counts as full precision, without spare.
+    """
+    if hasattr(cache, "bytes"):
+        booked: CacheBytes = cache.bytes()
+        return booked
+    resident = held_bytes(cache)
+    if type(cache) is QuantizedKVCache and not cache.empty():
+        return _mlx_quantized_bytes(cache, resident)
+    if type(cache) is KVCache and not cache.empty():
+        held = resident // cache.keys.shape[2] * cache.offset
+        return CacheBytes(resident=resident, full_precision=held, residual=held, spare=resident - held)
+    return CacheBytes(resident=resident, full_precision=resident, residual=resident)
+
+
+def books(cache: Any) -> CacheBytes:
+    """Return what the cache's own books say: for ``kivi-roundtrip`` what its tokens would weigh if they were packed."""
+    booked: CacheBytes = cache.packed_bytes() if hasattr(cache, "packed_bytes") else cache_bytes(cache)
+    return booked
+
+
+def held_bytes(holder: Any) -> int:
+    """Return the bytes of every array reachable from ``holder``, each once. Views count what they show, not what they pin."""
+    arrays = list(held_arrays(holder))
+    mx.eval(arrays)
+    return sum(array.nbytes for array in arrays)
+
+
+def settled_memory() -> int:
+    """Return MLX's active bytes once garbage is collected and its pool is empty."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Run ``work`` and return MLX's peak of active bytes during it, the model's weights included."""
+    settled_memory()
+    mx.reset_peak_memory()
+    work()
+    mx.synchronize()
+    return int(mx.get_peak_memory())
+
+
+def process_peak() -> int:
+    """Return the largest resident set of this process so far, in bytes. It never falls, so it is the run's, not a cell's."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * KILOBYTE
+
+
+def memory(total: CacheBytes, *, tokens: int, peak_prefill: int, peak_decode: int, growth: int, held: int) -> Memory:
+    """Return the figures of the caches ``total`` is the sum of, holding ``tokens`` tokens over all rows."""
+    return Memory(
+        resident_bytes=total.resident,
+        accounted_bytes=total.accounted,
+        full_bytes=total.full_precision,
+        compression=total.full_precision / total.resident,
+        bytes_per_token=total.resident / tokens,
+        peak_prefill_bytes=peak_prefill,
+        peak_decode_bytes=peak_decode,
+        process_peak_bytes=process_peak(),
+        tokens=tokens,
+        growth_bytes=growth,
+        held_bytes=held,
+    )
+
+
+def accounting(caches: Sequence[Any], *, key_share: float, itemsize: int) -> Accounting:
+    """Return the seven figures.
+
+    Args:
+        caches: One a layer.
+        key_share: Keys' share of the bytes of a full-precision token.
+        itemsize: Bytes of a full-precision number.
+    """
+    total = sum_bytes(books(cache) for cache in caches)
+    packed = total.accounted - total.residual
+    numbers = (total.full_precision - total.residual) / itemsize
+    full_keys = round(total.full_precision * key_share)
+    return Accounting(
+        compressed_key_bytes=total.key_codes + total.key_params,
+        full_key_bytes=full_keys,
+        compressed_value_bytes=total.value_codes + total.value_params,
+        full_value_bytes=total.full_precision - full_keys,
+        residual_bytes=total.residual,
+        average_bits=8 * packed / numbers if numbers else 8.0 * itemsize,
+        compression_ratio=total.full_precision / total.accounted,
+    )
+
+
+def key_share(caches: Sequence[Any]) -> float:
+    """Return the keys' share of the bytes of full caches; a half where no layer has an ordinary one."""
+    ordinary = [cache for cache in caches if type(cache) is KVCache and not cache.empty()]
+    keys = sum(cache.keys.nbytes for cache in ordinary)
+    values = sum(cache.values.nbytes for cache in ordinary)
+    return keys / (keys + values) if ordinary else 0.5
+
+
+def _mlx_quantized_bytes(cache: QuantizedKVCache, resident: int) -> CacheBytes:
+    capacity, offset = cache.keys[0].shape[-2], cache.offset
+    (key_codes, *key_params), (value_codes, *value_params) = cache.keys, cache.values
+    parts = {
+        "key_codes": key_codes.nbytes,
+        "key_params": sum(array.nbytes for array in key_params),
+        "value_codes": value_codes.nbytes,
+        "value_params": sum(array.nbytes for array in value_params),
+    }
+    used = {name: size // capacity * offset for name, size in parts.items()}
+    codes_bits = 8 * (key_codes.nbytes + value_codes.nbytes) // capacity * offset
+    full = codes_bits // cache.bits * key_params[0].itemsize  # scales have the dtype of the keys
+    return CacheBytes(resident=resident, full_precision=full, spare=resident - sum(used.values()), **used)
