@@ -1,0 +1,272 @@
+"""Which earlier night a night is compared with: the last good one of the same identity, and the pinned one.
+
+A cell's identity is what must be equal for two results to be comparable (:func:`identity`). What was chosen is in MLflow's
+tags, on the parent and on its cells, so that a person sees it and any machine with the store finds it:
+
+- ``kivi.baseline``: ``good TIME`` on a night that passed its gate, ``set TIME`` on one that a person chose;
+  the latest mark counts, so each good night takes the place of the one before.
+- ``kivi.pin``: ``TIME`` on a night that stays until another is pinned, because "last good" drifts by what is tolerated.
+- ``kivi.identity`` on the cells, by which they are found.
+
+A night that is gated again, because it was resumed, is compared as the first time: with good nights that began before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from mlflow.entities import Run, ViewType
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from pydantic import Field, ValidationError
+
+from kivi.measure.results import CellResult
+from tasks.config import Config
+from tasks.night import Night
+from tasks.plan import content_hash
+from tasks.regression import Comparison, Pair, Tolerances, compare
+from tasks.track import find_cells, find_nights
+from tasks.tracking_store import TrackingStore
+
+BASELINE, PIN, IDENTITY = "kivi.baseline", "kivi.pin", "kivi.identity"
+RESULT_FILE = "result.json"
+CANDIDATES = 5  # good nights that are tried, when the result of the latest cannot be read
+
+
+class BaselineError(RuntimeError):
+    """A night that cannot be a baseline; one sentence says why and what to do."""
+
+
+class Marked(Config):
+    """A night that was marked, for people: what was asked for, and which cells could not be."""
+
+    run_id: str
+    night: str
+    mark: str
+    cells: int
+    left_out: tuple[str, ...] = Field((), description="a sentence for each cell that is no baseline")
+
+
+class Chosen(NamedTuple):
+    """A cell's baseline as it is found: its run, what it is called in sentences, and its result."""
+
+    run: Run
+    name: str
+    result: CellResult
+
+
+def identity(result: CellResult) -> str:
+    """Return the content hash of what two results must share to be compared.
+
+    The model's weights and dtype, the prompts' rows, the spec with its backend, how much was measured, and the class of
+    device with its BLAS. Not the versions of code and packages: their changes are what a comparison is to find.
+    """
+    made = result.provenance
+    return content_hash(
+        {
+            "model": [made.weights_digest, made.model_dtype],
+            "prompts": made.prompt_sha256,
+            "spec": made.spec.model_dump(mode="json"),
+            "measure": made.settings.model_dump(mode="json", exclude={"deadline_s", "seed"}),
+            "device": [made.device, made.blas],
+        }
+    )
+
+
+def against_history(store: TrackingStore, night: Night, tolerances: Tolerances) -> Comparison:
+    """Compare a night's results with the last good night and with the pinned one.
+
+    A cell that has neither is named in the notes: thresholds alone judge it.
+    """
+    pairs: list[Pair] = []
+    notes: list[str] = []
+    for outcome in night.outcomes:
+        if outcome.result is None:
+            continue
+        found = list(_baselines(store, outcome.result, notes))
+        pairs += [Pair(outcome.cell.label, chosen.name, outcome.result, chosen.result) for chosen in found]
+        if not found:
+            notes.append(f"{outcome.cell.label}: no baseline yet, so thresholds alone judge it")
+    return compare(pairs, tolerances, notes)
+
+
+history = task(name="compare with history", cache_policy=NO_CACHE)(against_history)
+
+
+def mark_good(store: TrackingStore, parent_id: str) -> None:
+    """Make a night that passed its gate the last good one. One that has a mark keeps it, so that resuming changes nothing."""
+    mark = store.client.get_run(parent_id).data.tags.get(BASELINE) or f"good {_now()}"
+    _mark(store, parent_id, BASELINE, mark)
+
+
+def set_baseline(store: TrackingStore, night: str) -> Marked:
+    """Make a finished night the baseline by hand, also one that did not pass.
+
+    Args:
+        store: The store, held by this process.
+        night: Its run id, or what it is called (its scheduled start), or ``last``.
+
+    Raises:
+        BaselineError: there is no such night, or none of its cells can be a baseline.
+    """
+    return _mark(store, find_night(store, night).info.run_id, BASELINE, f"set {_now()}")
+
+
+def pin_baseline(store: TrackingStore, night: str) -> Marked:
+    """Pin a finished night; see :func:`set_baseline`."""
+    return _mark(store, find_night(store, night).info.run_id, PIN, _now())
+
+
+def unpin(store: TrackingStore) -> int:
+    """Remove all pins; return from how many nights."""
+    runs = list(_search(store, f"tags.`{PIN}` LIKE '%'"))
+    for run in runs:
+        store.client.delete_tag(run.info.run_id, PIN)
+    return sum(run.data.tags.get("kivi.kind") == "matrix" for run in runs)
+
+
+def find_night(store: TrackingStore, night: str) -> Run:
+    """Return the parent run of a finished night.
+
+    Raises:
+        BaselineError: there is none of that name, several, or it is not finished.
+    """
+    nights = find_nights(store)
+    found = nights[:1] if night == "last" else [run for run in nights if night in _names(run)]
+    if not found:
+        known = ", ".join(run.info.run_name for run in nights[:5]) or "none"
+        raise BaselineError(f"{night!r}: no such night; the newest are {known}: give a run id, its scheduled start or last")
+    if len(found) > 1:
+        which = ", ".join(f"{run.info.run_name} ({run.info.run_id})" for run in found)
+        raise BaselineError(f"{night!r} is the name of {len(found)} nights: {which}; give a run id")
+    if found[0].info.status not in {"FINISHED", "FAILED"}:
+        raise BaselineError(f"{found[0].info.run_name} is {found[0].info.status}, not finished: run it again, then mark it")
+    return found[0]
+
+
+def marked_nights(store: TrackingStore) -> list[Marked]:
+    """Return the nights that are compared with now: for each identity the baseline and the pin."""
+    serving: dict[tuple[str, str], int] = {}
+    for tag in (BASELINE, PIN):
+        for run in serving_cells(store, tag):
+            key = (run.data.tags[MLFLOW_PARENT_RUN_ID], f"{tag} {run.data.tags[tag]}")
+            serving[key] = serving.get(key, 0) + 1
+    return [
+        Marked(run_id=parent, night=str(store.client.get_run(parent).info.run_name), mark=mark, cells=cells)
+        for (parent, mark), cells in serving.items()
+    ]
+
+
+def serving_cells(store: TrackingStore, tag: str) -> list[Run]:
+    """Return the cells that are compared with now: for each identity the one that was marked last."""
+    latest: dict[str, Run] = {}
+    for run in _search(store, f"tags.`{tag}` LIKE '%' AND tags.`kivi.kind` = 'cell'"):
+        other = latest.setdefault(run.data.tags[IDENTITY], run)
+        if _time(run, tag) > _time(other, tag):
+            latest[run.data.tags[IDENTITY]] = run
+    return list(latest.values())
+
+
+def _baselines(store: TrackingStore, result: CellResult, notes: list[str]) -> Iterator[Chosen]:
+    same = f"tags.`{IDENTITY}` = '{identity(result)}'"
+    started = int(result.provenance.started.timestamp() * 1000)
+    good = _search(store, f"{same} AND tags.`{BASELINE}` LIKE 'good %' AND attributes.start_time < {started}", CANDIDATES)
+    by_hand = _search(store, f"{same} AND tags.`{BASELINE}` LIKE 'set %'")
+    latest = sorted([*good, *by_hand], key=lambda run: _time(run, BASELINE), reverse=True)
+    pinned = sorted(_search(store, f"{same} AND tags.`{PIN}` LIKE '%'"), key=lambda run: _time(run, PIN), reverse=True)
+    for name, runs in (("the last good night", latest), ("the pinned night", pinned[:1])):
+        chosen = _first_readable(store, name, runs, notes)
+        if chosen is not None:
+            yield chosen
+
+
+def _first_readable(store: TrackingStore, name: str, runs: Iterable[Run], notes: list[str]) -> Chosen | None:
+    for run in runs:
+        night = store.client.get_run(run.data.tags[MLFLOW_PARENT_RUN_ID]).data.tags.get("kivi.night", "")
+        try:
+            return Chosen(run, f"{name} {night}", read_result(store, run))
+        except BaselineError as error:
+            notes.append(f"{name} {night} is passed over: {error}")
+    return None
+
+
+def read_result(store: TrackingStore, run: Run) -> CellResult:
+    """Read a cell's result back from its run.
+
+    Raises:
+        BaselineError: the file is missing, or not a result of this version.
+    """
+    where = f"{RESULT_FILE} of run {run.info.run_id}"
+    try:
+        file = Path(store.client.download_artifacts(run.info.run_id, RESULT_FILE))  # a local store's own file, not a copy
+        return CellResult.model_validate_json(file.read_bytes())
+    except (MlflowException, OSError) as error:
+        raise BaselineError(f"{where} cannot be read: {error}") from None
+    except ValidationError as error:
+        raise BaselineError(f"{where} is not a result of this version: {error.errors()[0]['msg']}") from None
+
+
+def _mark(store: TrackingStore, parent_id: str, tag: str, mark: str) -> Marked:
+    parent = store.client.get_run(parent_id)
+    able, left_out = [], []
+    for run in find_cells(store, parent_id):
+        obstacle, result = _why_not(store, run)
+        if result is None:
+            left_out.append(f"{run.info.run_name}: {obstacle}")
+        else:
+            able.append((run, result))
+    if not able:
+        raise BaselineError(f"{parent.info.run_name} has no cell that could be a baseline: {'; '.join(left_out) or 'no cells'}")
+    for run, result in able:
+        store.client.set_tag(run.info.run_id, IDENTITY, identity(result))
+        store.client.set_tag(run.info.run_id, tag, mark)
+    store.client.set_tag(parent_id, tag, mark)
+    name = str(parent.info.run_name)
+    return Marked(run_id=parent_id, night=name, mark=f"{tag} {mark}", cells=len(able), left_out=tuple(left_out))
+
+
+def _why_not(store: TrackingStore, run: Run) -> tuple[str, CellResult | None]:
+    """Return a cell's result, or why it is no baseline."""
+    if run.info.status != "FINISHED":
+        return f"it is {run.info.status}", None
+    try:
+        result = read_result(store, run)
+    except BaselineError as error:
+        return str(error), None
+    return ("", result) if result.audit.passed else ("its cache failed the audit, and what lies is no baseline", None)
+
+
+def _search(store: TrackingStore, filter_string: str, most: int = 0) -> list[Run]:
+    """Return the runs that match and were not superseded, newest first; ``most`` of them, or all."""
+    runs: list[Run] = []
+    token = None
+    while True:
+        page = store.client.search_runs(
+            [store.experiment_id],
+            filter_string=filter_string,
+            run_view_type=ViewType.ACTIVE_ONLY,
+            order_by=["attributes.start_time DESC"],
+            page_token=token,
+            **({"max_results": 2 * most} if most else {}),
+        )
+        runs.extend(run for run in page if "kivi.superseded" not in run.data.tags)
+        token = page.token
+        if not token or (most and len(runs) >= most):
+            return runs[:most] if most else runs
+
+
+def _time(run: Run, tag: str) -> str:
+    return str(run.data.tags[tag]).rpartition(" ")[2]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _names(run: Run) -> Sequence[str]:
+    return run.info.run_id, run.info.run_name, run.data.tags.get("kivi.night", "")
