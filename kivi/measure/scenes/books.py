@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
 from kivi.accounting import CacheBytes
 from kivi.measure.arms import held_arrays
+from kivi.measure.memory import held_bytes, settled_memory
 from kivi.measure.scenes.report import Curve, Notes, SceneSettings
-from kivi.measure.scenes.subject import Pair, Subject, feed, held_bytes, join, read, show_bytes, subject_of
+from kivi.measure.scenes.subject import Pair, Subject, feed, join, read, show_bytes, subject_of
 from kivi.spec import CacheSpec
 
 PARTS = ("key_codes", "key_params", "value_codes", "value_params", "residual", "full_precision")
@@ -19,7 +19,7 @@ WITNESSED = 10  # times that MLX's own count of active memory is asked; each wai
 ROUNDING = {"gpu": 16_384, "cpu": 64}
 AT_ONCE = 4096  # tokens, for bytes a token in the long run
 
-SEED_SPEC = {"key_bits": 2, "value_bits": 2, "group_size": 32, "residual_length": 32}
+SEED_SPEC: dict[str, Any] = {"key_bits": 2, "value_bits": 2, "group_size": 32, "residual_length": 32}
 SEED_TOKENS, SEED_HEADS, SEED_HEAD_DIM = 200, 4, 64
 SEED_LIVE, SEED_BILLED, SEED_FULL = 131_072, 15_360, 81_920
 
@@ -114,7 +114,7 @@ def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     tokens = subject.tokens(prompt + settings.decode_steps, settings.seed + 1)
     every = max(1, settings.decode_steps // WITNESSED)
     read(subject.fed(tokens.cut(0, 1)))  # whatever a first use keeps for good, such as compiled kernels
-    before = _active()
+    before = settled_memory()
     cache = subject.make()
     feed(cache, tokens.cut(0, prompt))
     wrong, steps, grown, said = [], [], [], 0
@@ -125,7 +125,7 @@ def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
             continue
         said = cache.bytes().resident
         allowed = ROUNDING[mx.default_device().type.name] * len(list(held_arrays(cache)))
-        grown.append(_active() - before)
+        grown.append(settled_memory() - before)
         steps.append(step)
         if abs(grown[-1] - said) > allowed:
             wrong.append(f"decode step {step}: reports {show_bytes(said)}, MLX's active memory grew by {show_bytes(grown[-1])}")
@@ -143,12 +143,6 @@ def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
             name="audit.active_bytes", axis="decode step", unit="bytes", steps=steps, values=[float(value) for value in grown]
         )
     )
-
-
-def _active() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return int(mx.get_active_memory())
 
 
 def growth(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
@@ -178,14 +172,10 @@ def seed_scene(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     200 tokens, heads x head_dim = 256, float16, 2 bits, G = R = 32. The round-trip cache keeps its keys in 256 slots of
     full precision; its estimate of packed size covers the 160 tokens that went through the quantiser.
     """
-    shared: dict[str, int | str] = {**SEED_SPEC, "backend": "mlx"}
-    made: dict[str, Callable[[], Subject]] = {
-        kind: lambda kind=kind: subject_of(  # type: ignore[misc]
-            CacheSpec.checked({"kind": kind, **shared}), heads=SEED_HEADS, head_dim=SEED_HEAD_DIM
-        )
+    roundtrip, packed = (
+        subject_of(CacheSpec(kind=kind, backend="mlx", **SEED_SPEC), heads=SEED_HEADS, head_dim=SEED_HEAD_DIM)
         for kind in ("kivi-roundtrip", "kivi")
-    }
-    roundtrip, packed = (made[kind]() for kind in ("kivi-roundtrip", "kivi"))
+    )
     tokens = roundtrip.tokens(SEED_TOKENS, settings.seed + 3)
     prompt = SEED_TOKENS - 100
     calls = [prompt] + [1] * (SEED_TOKENS - prompt)

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from kivi.accounting import CacheBytes, packed_bytes
 from kivi.build import MAKERS
 from kivi.cache import MAX_CODE_QUERIES
-from kivi.measure.arms import held_arrays, settle
+from kivi.measure.arms import settle
 from kivi.quantize import group_roundtrip, padded_length
 from kivi.spec import CacheSpec, SpecError
 from kivi.storage import CODE_STEP, GROWTH
@@ -156,11 +156,6 @@ def read(cache: Any) -> Pair:
     pair = Pair(*cache.keys_and_values())
     mx.eval(pair)
     return pair
-
-
-def held_bytes(cache: Any) -> int:
-    """Return the bytes of the arrays that ``cache`` holds, found by a walk over whatever is there."""
-    return sum(array.nbytes for array in held_arrays(cache))
 
 
 def differing(ours: Pair, theirs: Pair) -> int:
