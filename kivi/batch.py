@@ -72,7 +72,11 @@ class BatchKIVICache:
         return [sinks + codes for sinks, codes in zip(self._sinks.counts, self._codes.counts, strict=True)]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are."""
+        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are.
+
+        Raises:
+            ModelError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+        """
         require_dispatch(sys._getframe(1).f_globals)
         self._settle()
         columns = keys.shape[-2]

@@ -18,6 +18,7 @@ the call's other tokens are exact for it. After the call the state is that of it
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from kivi.accounting import CacheBytes, resident_bytes
+from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.quantize import padded_length
 from kivi.spec import CacheSpec, SpecError
@@ -97,7 +99,12 @@ class KIVICache:
         return self._sinks.count + self._codes.count
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are."""
+        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are.
+
+        Raises:
+            ModelError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+        """
+        require_dispatch(sys._getframe(1).f_globals)
         self._settle()
         first = self._frontier_of(self.offset + 1)
         if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised

@@ -157,7 +157,7 @@ def test_rows_with_history_merge_and_go_on(spec):
     side.check()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_whatever_happens_rows_equal_their_sequences_alone(data):
     spec = data.draw(st.sampled_from(list(SPECS.values())), label="spec")
