@@ -117,7 +117,7 @@ def test_a_failure_begins_with_the_cell_and_leaves_no_result(tiny_models: Any, s
     cell = cells_of(tiny_models(0), story, score={"length": 1_000_000})[1]
     with pytest.raises(CellError) as caught:
         run_cell.fn(cell, story, store)
-    assert str(caught.value).startswith(f"{cell.label}: 1 sequences of 1000000 tokens need")
+    assert str(caught.value).startswith(f"{cell.label}: 1 sequences of 1000001 tokens need")
     assert not list(store.folder.iterdir())
 
 

@@ -28,7 +28,7 @@ def test_every_configuration_loads_and_its_texts_are_long_enough(path: Path, tok
     for prompts in config.prompt_sets:
         stream = TokenStream(tokenizer, load_prompt_set(prompts).texts(tokenizer))
         measure = config.settings_for(prompts)
-        assert len(stream.pack(measure.score.sequences, measure.score.length)) == measure.score.sequences
+        assert len(stream.pack(measure.score.sequences, measure.score.length + 1)) == measure.score.sequences
         assert stream.windows(measure.generation.continuations, measure.generation.context)
         assert stream.windows(measure.throughput.rounds, max(measure.throughput.contexts))
     assert resolve_specs(config)[0][0].kind == "full"
