@@ -11,8 +11,6 @@ from hypothesis import settings
 from mlx.utils import tree_map
 from mlx_lm.utils import _get_classes
 
-import kivi  # noqa: F401  first: it loads OpenBLAS before MLX
-
 # A property's time says how busy the machine is, not whether the law holds.
 settings.register_profile("kivi", deadline=None)
 settings.load_profile("kivi")
