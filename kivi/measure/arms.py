@@ -46,7 +46,7 @@ class Arm:
         """Feed the tokens of ``calls``, each a start and a stop; return as :meth:`score`."""
         parts = []
         for start, self._position in calls:
-            logits = self._model(mx.array(tokens[start : self._position])[None], cache=self.caches)[0].astype(mx.float32)
+            logits = self._model(batch([tokens[start : self._position]]), cache=self.caches)[0].astype(mx.float32)
             mx.eval(logits)
             parts.append(logits)
         return mx.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -68,8 +68,13 @@ class Arm:
 
     def decode(self, tokens: mx.array, caches: Sequence[Any] | None = None) -> mx.array:
         """Feed one token a row, ``[B, 1]``, to the arm's caches or to copies; return evaluated logits ``[B, vocabulary]``."""
-        logits: mx.array = self._model(tokens, cache=self.caches if caches is None else caches)[:, -1]
+        logits = self.step(tokens, caches)
         mx.eval(logits)
+        return logits
+
+    def step(self, tokens: mx.array, caches: Sequence[Any] | None = None) -> mx.array:
+        """Do as :meth:`decode` and leave the logits unevaluated."""
+        logits: mx.array = self._model(tokens, cache=self.caches if caches is None else caches)[:, -1]
         return logits
 
     def check_finite(self) -> None:
@@ -84,6 +89,11 @@ class Arm:
                 cache.check_finite(layer)
             elif not all_finite(held_arrays(cache)):
                 raise MeasureError(f"layer {layer}: NaN or infinity in its {type(cache).__name__}; look at weights and dtype")
+
+
+def batch(rows: Sequence[Sequence[int]]) -> mx.array:
+    """Return rows of tokens of equal length as one array ``[B, length]``."""
+    return mx.array([list(row) for row in rows])
 
 
 def quantized_layers(caches: Sequence[Any], spec: CacheSpec) -> list[CacheSpec]:

@@ -23,7 +23,7 @@ NOISE = 1e-9
 
 # Active memory counts whole pages and whatever else the process holds; a cache that hides its full-precision copy is off by
 # a factor, not by this.
-GROWTH_SLACK = 0.1
+GROWTH_SLACK = 0.05
 PAGE_BYTES = 16_384
 
 

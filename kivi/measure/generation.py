@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from kivi.measure import MeasureError
-from kivi.measure.arms import Arm, all_finite
+from kivi.measure.arms import Arm, all_finite, batch
 from kivi.measure.memory import peak_of
 from kivi.measure.monitor import Monitor
 from kivi.measure.quality import divergence
@@ -64,7 +64,7 @@ def decode(arm: Arm, prompts: Sequence[Sequence[int]], reference: Trajectory, mo
     """
     steps = reference.tokens.shape[1]
     logits: list[mx.array] = []
-    peak_prefill = peak_of(lambda: logits.append(arm.prefill(mx.array(prompts))))
+    peak_prefill = peak_of(lambda: logits.append(arm.prefill(batch(prompts))))
     free = forced = logits.pop()
     on_reference = arm.caches  # the caches that are fed the reference's tokens: the same ones until a token differs
     tokens: list[np.ndarray[Any, Any]] = []

@@ -183,7 +183,7 @@ def _score_sequence(
     monitor: Monitor,
     progress: tuple[int, int],
 ) -> dict[str, Floats]:
-    read, following = tokens[:-1], mx.array(tokens[1:])
+    read, following = tokens[:-1], mx.array(list(tokens[1:]))
     arm = Arm(model, spec)
     control = Arm(model, spec, control=True) if any(layer.kind == "kivi" for layer in arm.layers) else None
     reference = _Reader(references.logits(model, read))

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from kivi import BLAS, machine
-from kivi.measure.arms import FULL, Arm
+from kivi.measure.arms import FULL, Arm, batch
 from kivi.measure.schedule import reference_blocks
 from kivi.models import LoadedModel
 
@@ -62,7 +62,7 @@ class ReferenceStore:
             for path in sorted(entry.glob("*.safetensors")):
                 yield _load(path)["logits"]
             return
-        keep = self._make_room(entry.name, len(tokens) * _vocabulary(model) * FLOAT32)
+        keep = self._make_room(len(tokens) * _vocabulary(model) * FLOAT32)
         with _Draft(entry) as draft:
             arm = Arm(model, FULL)
             for index, (start, stop) in enumerate(reference_blocks(len(tokens))):
@@ -89,14 +89,14 @@ class ReferenceStore:
             stored = _load(entry / "trajectory.safetensors")
             return Trajectory(np.array(stored["tokens"], dtype=np.int64), np.array(stored["logits"]))
         arm = Arm(model, FULL)
-        logits = [arm.prefill(mx.array(prompts)).astype(mx.float32)]
+        logits = [arm.prefill(batch(prompts)).astype(mx.float32)]
         tokens = [mx.argmax(logits[0], axis=-1)]
         for index in range(1, steps):
             step(index)
             logits.append(arm.decode(tokens[-1][:, None]).astype(mx.float32))
             tokens.append(mx.argmax(logits[-1], axis=-1))
         result = {"tokens": mx.stack(tokens, axis=1).astype(mx.int32), "logits": mx.stack(logits)}
-        if self._make_room(entry.name, result["logits"].nbytes):
+        if self._make_room(result["logits"].nbytes):
             with _Draft(entry) as draft:
                 mx.save_safetensors(str(draft.folder / "trajectory.safetensors"), result)
                 draft.finished = True
@@ -121,7 +121,7 @@ class ReferenceStore:
     def _touch(self, entry: Path) -> None:
         os.utime(entry)
 
-    def _make_room(self, name: str, size: int) -> bool:
+    def _make_room(self, size: int) -> bool:
         """Remove the entries that were not used for longest until ``size`` bytes fit; return whether they do."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()

@@ -11,6 +11,7 @@ own future, whether a cache flushes before it attends or after.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kivi.cache import MAX_CODE_QUERIES
@@ -85,4 +86,4 @@ def _moves(spec: CacheSpec, start: int, stop: int) -> range:
 
 def _pairs(cuts: set[int], stop: int, start: int = 0) -> list[tuple[int, int]]:
     bounds = sorted({start, stop} | {cut for cut in cuts if start < cut < stop})
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(bounds))
