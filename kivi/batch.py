@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -23,10 +23,9 @@ from kivi.accounting import CacheBytes, packed_bytes, resident_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.cache import MAX_CODE_QUERIES, STATE_ARRAYS, KIVICache
-from kivi.quantize import WORD_BITS
-from kivi.rows import RowStore, RowWindow
+from kivi.rows import RowWindow, code_rows, sink_rows
 from kivi.spec import CacheSpec, SpecError
-from kivi.storage import CodeStore, code_capacity
+from kivi.storage import CodeStore
 
 _backend = functools.cache(resolve)
 
@@ -52,8 +51,8 @@ class BatchKIVICache:
         self._right_padding = [0] * rows  # of the prompt that is being processed
         self._to_come: list[int] | None = None  # tokens of each row in that prompt
         self._unaligned: list[int] | None = None  # padding that each row of the last call ended with
-        self._sinks = RowStore((-2, -2), lambda tokens: (tokens, tokens), _sink_capacity(spec), rows)
-        self._codes = RowStore(CodeStore.AXES, _code_lengths(spec), code_capacity, rows)
+        self._sinks = sink_rows(spec, rows)
+        self._codes = code_rows(spec, rows)
         self._window = RowWindow(rows, slack=spec.group_size)
 
     @property
@@ -398,17 +397,3 @@ class BatchKIVICache:
         padding = [(0, 0), (0, 0), (missing, 0), (0, 0)]
         keys, values = (mx.concatenate(list(side), axis=-2) for side in zip(*parts, strict=True))
         return mx.pad(keys, padding), mx.pad(values, padding)
-
-
-def _sink_capacity(spec: CacheSpec) -> Callable[[int], int]:
-    return lambda tokens: spec.sink_length if tokens else 0
-
-
-def _code_lengths(spec: CacheSpec) -> Callable[[int], tuple[int, ...]]:
-    """Return what a number of tokens take along the growing axis of each array of codes, as in :class:`CodeStore`."""
-
-    def lengths(tokens: int) -> tuple[int, ...]:
-        groups = tokens // spec.group_size
-        return (tokens * spec.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
-
-    return lengths

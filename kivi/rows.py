@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from kivi.storage import write
+from kivi.quantize import WORD_BITS
+from kivi.spec import CacheSpec
+from kivi.storage import CodeStore, code_capacity, write
 
 
 class RowStore:
@@ -96,6 +98,21 @@ class RowStore:
             if old and used[index]:
                 write(new, axis, 0, old[index][_columns(axis, 0, used[index])])
             self.arrays.append(new)
+
+
+def sink_rows(spec: CacheSpec, rows: int) -> RowStore:
+    """Return a store of exact keys and values for the sinks: a row has all of them or, while they fill up, none."""
+    return RowStore((-2, -2), lambda tokens: (tokens, tokens), lambda tokens: spec.sink_length if tokens else 0, rows)
+
+
+def code_rows(spec: CacheSpec, rows: int) -> RowStore:
+    """Return a store of codes: words, scales and zeros of keys, then of values, laid out as in :class:`CodeStore`."""
+
+    def lengths(tokens: int) -> tuple[int, ...]:
+        groups = tokens // spec.group_size
+        return (tokens * spec.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
+
+    return RowStore(CodeStore.AXES, lengths, code_capacity, rows)
 
 
 class RowWindow:
