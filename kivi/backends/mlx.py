@@ -6,18 +6,19 @@ they are in memory, and codes are packed by a small matrix product.
 
 from __future__ import annotations
 
-import os
-from typing import Literal
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from kivi.backends import Availability, History, Packed
-from kivi.quantize import group_roundtrip, padded_length, smallest_scale
+from kivi.machine import cores
+from kivi.quantize import WORD_BITS, group_roundtrip, padded_length, smallest_scale
 
-# An MLX stream on the CPU is one thread, so heads are spread over a stream a core, up to as many as share a socket's memory
-# well. Below this many codes a sequence, handing work over costs more than it saves.
-STREAMS = min(8, os.cpu_count() or 1)
-STREAM_CODES = 1 << 19
+# On a CPU an MLX stream is one thread, and so would attention be: it is shared out to a stream a core, at most this many.
+STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(8, cores()))]
+STREAM_CODES = 1 << 19  # codes of keys a stream takes at least: about 0.3 ms of work, ten times what handing it over costs
 
 
 def available() -> Availability:
@@ -73,20 +74,84 @@ class MLXBackend:
 
         Works on the whole capacity and hides what lies beyond the counts: a slice of codes would be copied at each call.
         """
-        batch, heads, length, _ = queries.shape
-        kv_heads = history.window_keys.shape[1]
-        grouped = (queries * scale).reshape(batch, kv_heads, heads // kv_heads * length, -1)
-        scores = mx.concatenate(_scores(grouped, history), axis=-1)
-        scores = scores.reshape(batch, heads, length, -1)
-        scores = _hide(scores, _seen(history, length, causal), mask)
-        if sinks is not None:
-            logits = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (batch, heads, length, 1))
-            scores = mx.concatenate([scores, logits], axis=-1)
-        weights = mx.softmax(scores, axis=-1, precise=True)
-        if sinks is not None:
-            weights = weights[..., :-1]
-        out = _weighted_values(weights.reshape(*grouped.shape[:3], -1), history)
-        return out.reshape(batch, heads, length, -1).astype(queries.dtype)
+        shares = _share_out(queries, history, mask, sinks)
+        if len(shares) == 1:
+            return _attend(queries, history, mask, sinks, scale=scale, causal=causal)
+        outs = []
+        for share, stream in zip(shares, STREAMS, strict=False):
+            with mx.stream(stream):
+                outs.append(_attend(*share, scale=scale, causal=causal))
+        return mx.concatenate(outs, axis=_shared_axis(history))
+
+
+Share = tuple[mx.array, History, mx.array | None, mx.array | None]  # queries, history, mask, sinks
+
+
+def _shared_axis(history: History) -> int:
+    """Return along what attention is shared out: sequences, or heads if there is but one; such slices are contiguous."""
+    return 0 if history.window_keys.shape[0] > 1 else 1
+
+
+def _share_out(queries: mx.array, history: History, mask: mx.array | None, sinks: mx.array | None) -> list[Share]:
+    """Cut the work into independent shares, one a stream; into one on a GPU, or where there is little to do."""
+    axis = _shared_axis(history)
+    pieces = history.window_keys.shape[axis]
+    codes = 0 if history.keys is None else history.keys.words.size * (WORD_BITS // history.key_bits)
+    count = min(len(STREAMS), pieces, codes // STREAM_CODES) if mx.default_device() == mx.cpu else 1
+    if count <= 1:
+        return [(queries, history, mask, sinks)]
+    bounds = [index * pieces // count for index in range(count + 1)]
+    repeats = queries.shape[1] // history.window_keys.shape[1] if axis == 1 else 1
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    shares: list[Share] = []
+    for start, stop in pairwise(bounds):
+        rows = slice(start * repeats, stop * repeats)  # query heads that share KV heads stay together
+        shares.append(
+            (
+                _cut(queries, axis, rows),
+                _cut_history(history, axis, slice(start, stop)),
+                mask if mask is None or mask.shape[axis] == 1 else _cut(mask, axis, rows),
+                sinks if sinks is None or axis == 0 else sinks[rows],
+            )
+        )
+    return shares
+
+
+def _cut_history(history: History, axis: int, rows: slice) -> History:
+    changes: dict[str, Any] = {}
+    for name in ("sink_keys", "sink_values", "window_keys", "window_values"):
+        array = getattr(history, name)
+        changes[name] = None if array is None else _cut(array, axis, rows)
+    for name in ("keys", "values"):
+        packed = getattr(history, name)
+        changes[name] = None if packed is None else Packed(*(_cut(array, axis, rows) for array in packed))
+    for name in ("sink_count", "code_count", "window_count"):
+        count = getattr(history, name)
+        changes[name] = count if axis == 1 or isinstance(count, int) else count[rows]
+    return replace(history, **changes)
+
+
+def _cut(array: mx.array, axis: int, rows: slice) -> mx.array:
+    return array[rows] if axis == 0 else array[:, rows]
+
+
+def _attend(
+    queries: mx.array, history: History, mask: mx.array | None, sinks: mx.array | None, *, scale: float, causal: bool
+) -> mx.array:
+    batch, heads, length, _ = queries.shape
+    kv_heads = history.window_keys.shape[1]
+    grouped = (queries * scale).reshape(batch, kv_heads, heads // kv_heads * length, -1)
+    scores = mx.concatenate(_scores(grouped, history), axis=-1).reshape(batch, heads, length, -1)
+    scores = _hide(scores, _seen(history, length, causal), mask)
+    if sinks is not None:
+        logits = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (batch, heads, length, 1))
+        scores = mx.concatenate([scores, logits], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    out = _weighted_values(weights.reshape(*grouped.shape[:3], -1), history)
+    return out.reshape(batch, heads, length, -1).astype(queries.dtype)
 
 
 def _quantize(grouped: mx.array, axis: int, bits: int, param_dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
@@ -97,14 +162,22 @@ def _quantize(grouped: mx.array, axis: int, bits: int, param_dtype: mx.Dtype) ->
     """
     levels = (1 << bits) - 1
     low, high = mx.min(grouped, axis=axis).astype(mx.float32), mx.max(grouped, axis=axis).astype(mx.float32)
-    # Infinities show in minimum and maximum, NaN may not: MLX skips it. isfinite on every element takes four times as long.
-    finite = mx.isfinite(low) & mx.isfinite(high) & ~mx.any(grouped != grouped, axis=axis)  # noqa: PLR0124
+    # Infinities show in minimum and maximum, NaN may not: MLX skips it.
+    finite = mx.isfinite(low) & mx.isfinite(high) & ~_has_nan(grouped, axis)
     scale = mx.where(finite, (high - low) / levels, mx.nan).astype(param_dtype)
     scale = mx.maximum(scale, mx.array(smallest_scale(param_dtype), param_dtype))
     zero = (low + 0.0).astype(param_dtype)
     exact = grouped.astype(mx.float32) - mx.expand_dims(zero.astype(mx.float32), axis)
     codes = mx.clip(mx.round(exact / mx.expand_dims(scale.astype(mx.float32), axis)), 0, levels)
     return codes, scale, zero
+
+
+def _has_nan(grouped: mx.array, axis: int) -> mx.array:
+    """Return whether a group holds NaN, by its bits: beyond those of infinity, as signed or, if negative, unsigned numbers."""
+    signed, unsigned = (mx.int32, mx.uint32) if grouped.dtype == mx.float32 else (mx.int16, mx.uint16)
+    positive, negative = (mx.array(sign * mx.inf, grouped.dtype) for sign in (1, -1))
+    above = mx.max(grouped.view(signed), axis=axis) > positive.view(signed)
+    return above | (mx.max(grouped.view(unsigned), axis=axis) > negative.view(unsigned))
 
 
 def _lane_weights(bits: int) -> mx.array:
@@ -157,8 +230,8 @@ def _seen(history: History, length: int, causal: bool) -> mx.array | None:
         capacity, count = present[-1]
         newest = mx.arange(length - 1, -1, -1)[:, None]  # tokens of the call that come after each query's own
         parts[-1] = mx.arange(capacity) < _column(count) - newest
-        parts = [mx.broadcast_to(part, (*part.shape[:-2], length, part.shape[-1])) for part in parts]
-    return mx.concatenate(parts, axis=-1)
+    rows = max(part.shape[0] for part in parts)
+    return mx.concatenate([mx.broadcast_to(part, (rows, 1, parts[-1].shape[-2], part.shape[-1])) for part in parts], axis=-1)
 
 
 def _column(count: int | mx.array) -> mx.array:

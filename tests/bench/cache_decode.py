@@ -25,7 +25,7 @@ def main() -> None:
     options.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
     options.add_argument("--batch", type=int, default=1)
     options.add_argument("--heads", type=int, default=32)
-    options.add_argument("--kv-heads", type=int, default=8)
+    options.add_argument("--kv-heads", type=int, default=32, help="fewer than --heads for grouped queries")
     options.add_argument("--head-dim", type=int, default=128)
     options.add_argument("--dtype", choices=DTYPES, default="float32")
     options.add_argument("--backend", default="mlx")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kivi.backends.mlx as mlx_backend
 from kivi.backends import History, Packed, available, resolve
 from kivi.backends.mlx import BACKEND
 from kivi.quantize import QuantizedGroups, group_dequantize, group_quantize, group_roundtrip, pack, unpack
@@ -164,6 +165,25 @@ def test_attention_keeps_its_bound_in_every_dtype(dtype, bound):
     expected = standard(replace(stored, **windows), *as_float)
     assert out.dtype == dtype
     assert mx.max(mx.abs(out - expected)).item() < bound * mx.max(mx.abs(expected)).item()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("masked", [None, "boolean", "additive", "by head"])
+def test_shares_on_several_streams_give_what_one_gives(batch, masked, monkeypatch):
+    mx.random.seed(5)
+    stored, _, _ = history(batch=batch, kv_heads=3, sinks=32, codes=256)
+    if batch > 1:
+        stored = replace(stored, code_count=mx.array([256, 32, 128]))
+    queries, logits = mx.random.normal((batch, 6, 2, 32)), mx.random.normal((6,))
+    noise = mx.random.normal((batch, 6, 2, 32 + 256 + 29))
+    mask = {None: None, "boolean": noise[0, 0] > -1, "additive": noise[:, :1], "by head": noise}[masked]
+    options = {"scale": 0.2, "causal": True, "mask": mask, "sinks": logits}
+    alone = BACKEND.decode_attention(queries, stored, **options)
+    mx.eval(alone)
+    monkeypatch.setattr(mlx_backend, "STREAM_CODES", 1)
+    monkeypatch.setattr(mlx_backend, "STREAMS", [mx.new_thread_local_stream(mx.cpu) for _ in range(2)])
+    assert len(mlx_backend._share_out(queries, stored, mask, logits)) == (2 if mx.default_device() == mx.cpu else 1)
+    assert mx.allclose(BACKEND.decode_attention(queries, stored, **options), alone, atol=1e-6).item()
 
 
 def test_what_lies_beyond_the_counts_is_never_seen_whatever_the_mask_says():
