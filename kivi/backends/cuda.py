@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kivi.backends import Availability, Name
 from kivi.backends.kernel import Launch, Program
-from kivi.backends.kernel_backend import KernelBackend
+from kivi.backends.kernel_tensor import TensorBackend
 
 
 class CudaTarget:
@@ -45,4 +45,4 @@ def available() -> Availability:
     return Availability(ok=True, reason=f"CUDA on {mx.device_info()['device_name']}")
 
 
-BACKEND = KernelBackend(CudaTarget())
+BACKEND = TensorBackend(CudaTarget())

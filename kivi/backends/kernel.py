@@ -34,7 +34,7 @@ class Kernel:
         name: Name of the body's file.
         inputs, outputs: The buffers' names in the body, in order.
         threads: Threads a threadgroup, a multiple of 32.
-        headers: Files of dialect functions that the body uses.
+        headers: Files of dialect functions that the body uses; ``{prelude}`` in a name is the target's prelude.
     """
 
     name: str
@@ -113,7 +113,14 @@ def compose(
     """
     macros = {**settings, "THREADS": kernel.threads}
     lines = [f"#define {name} {_spell(target, value)}" for name, value in macros.items()]
-    header = "\n".join([read_source(target.prelude), *lines, "", *map(read_source, kernel.headers)])
+    header = "\n".join(
+        [
+            read_source(target.prelude),
+            *lines,
+            "",
+            *(read_source(header.format(prelude=target.prelude)) for header in kernel.headers),
+        ]
+    )
     source = f"{target.prologue}\n{read_source(kernel.name + '.body')}"
     digest = hashlib.sha256(repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs)).encode()).hexdigest()
     name = f"kivi_{kernel.name}_{digest[:12]}"

@@ -13,6 +13,7 @@ from kivi.backends.kernel import Kernel, Setting, Target, launch
 from kivi.quantize import padded_length
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
+TENSOR_TILE_TOKENS = 256  # tokens that a SIMD group takes at a time in the tensor-core body
 THREADS = 128
 QUERY_TILES = (1, 2, 4)  # queries that a threadgroup may take; more would not leave registers for a tile's codes
 WANTED_GROUPS = 512  # threadgroups that fill a large GPU; fewer heads get more splits
@@ -30,7 +31,9 @@ ATTENTION = Kernel(
     THREADS,
     ("lanes.h", "attention.h"),
 )
-MERGE = Kernel("attention_merge", ("split_out", "split_sums", "sink_logits", "layout"), ("out",), THREADS, ("attention.h",))
+MERGE_INPUTS = ("split_out", "split_sums", "sink_logits", "layout")
+MERGE = Kernel("attention_merge", MERGE_INPUTS, ("out",), THREADS, ("attention.h",))
+MERGE_PAIR = Kernel("attention_merge", (*MERGE_INPUTS, "more_out", "more_sums"), ("out",), THREADS, ("attention.h",))
 
 
 class Split(NamedTuple):
@@ -41,12 +44,31 @@ class Split(NamedTuple):
     splits: int
 
 
+class Layout(NamedTuple):
+    """What the kernels read from the layout array, in its order (kernels/attention.h)."""
+
+    query_rows: int
+    queries: int
+    kv_heads: int
+    splits: int
+    code_capacity: int
+    sink_capacity: int
+    window_capacity: int
+    causal: int
+    mask_batch: int
+    mask_head: int
+    mask_query: int
+    mask_token: int
+    count_stride: int
+    more_splits: int
+
+
 class Call(NamedTuple):
     """One call of attention, its arrays in the kernels' order."""
 
     settings: dict[str, Setting]
     arrays: list[mx.array]  # queries, the history, mask, counts
-    layout: list[int]  # see kernels/attention.h; the number of splits is filled in later
+    layout: Layout  # the splits are filled in at launch
     factor: mx.array
 
 
@@ -62,52 +84,76 @@ def decode_attention(
 ) -> mx.array:
     """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`. A query that sees nothing gets zeros."""
     call = describe(queries, history, scale=scale, causal=causal, mask=mask)
-    split = plan(queries, history, TILE_TOKENS)
-    batch, heads = history.window_keys.shape[:2]
-    rows = queries.shape[0] * queries.shape[1] * queries.shape[2]
-    channels = history.window_values.shape[-1]
-    layout = constant((*call.layout[:3], split.splits, *call.layout[4:]), mx.int32)
-    split_out, split_sums = launch(
-        target,
-        ATTENTION,
-        call.settings | {"QUERY_TILE": split.query_tile},
-        [*call.arrays, layout, call.factor],
-        groups=(split.splits, split.query_tiles, batch * heads),
-        outputs=[((rows, split.splits, channels), mx.float32), ((rows, split.splits, 2), mx.float32)],
-    )
-    return merge(target, queries, split_out, split_sums, layout, sinks)
+    split = plan(queries, history, sum(-(-tokens // TILE_TOKENS) for tokens in capacities(history)))
+    part = attend(target, ATTENTION, call, queries, history, split, {"SKIPS": 0})
+    return merge(target, queries, [part], call.layout, sinks)
 
 
-def merge(
+class Part(NamedTuple):
+    """What a grid over splits leaves: outputs ``[rows, splits, D_v]``, maxima and sums ``[rows, splits, 2]``."""
+
+    out: mx.array
+    sums: mx.array
+
+
+def attend(
     target: Target,
+    kernel: Kernel,
+    call: Call,
     queries: mx.array,
-    split_out: mx.array,
-    split_sums: mx.array,
-    layout: mx.array,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Merge splits ``[rows, splits, D_v]`` with their maxima and sums ``[rows, splits, 2]`` into ``[B, H_q, L, D_v]``."""
-    channels = split_out.shape[-1]
-    settings: dict[str, Setting] = {"ELEMENT": queries.dtype, "VALUE_CHANNELS": channels, "SINK_LOGITS": int(sinks is not None)}
+    history: History,
+    split: Split,
+    settings: dict[str, Setting],
+) -> Part:
+    """Run ``kernel`` over heads, tiles of queries and splits."""
+    batch, heads = history.window_keys.shape[:2]
+    rows = math.prod(queries.shape[:3])
+    channels = history.window_values.shape[-1]
+    outputs = [((rows, split.splits, channels), mx.float32), ((rows, split.splits, 2), mx.float32)]
+    return Part(
+        *launch(
+            target,
+            kernel,
+            call.settings | settings | {"QUERY_TILE": split.query_tile},
+            [*call.arrays, constant(call.layout._replace(splits=split.splits), mx.int32), call.factor],
+            groups=(split.splits, split.query_tiles, batch * heads),
+            outputs=outputs,
+        )
+    )
+
+
+def merge(target: Target, queries: mx.array, parts: list[Part], layout: Layout, sinks: mx.array | None) -> mx.array:
+    """Merge the splits of one part or of two into ``[B, H_q, L, D_v]``."""
+    first, *more = parts
+    channels = first.out.shape[-1]
+    settings: dict[str, Setting] = {
+        "ELEMENT": queries.dtype,
+        "VALUE_CHANNELS": channels,
+        "SINK_LOGITS": int(sinks is not None),
+        "PAIRED": len(more),
+    }
     logits = constant((0.0,), mx.float32) if sinks is None else sinks.astype(mx.float32)
+    layout = layout._replace(splits=first.out.shape[1], more_splits=more[0].out.shape[1] if more else 0)
     (out,) = launch(
         target,
-        MERGE,
+        MERGE_PAIR if more else MERGE,
         settings,
-        [split_out, split_sums, logits, layout],
-        groups=(split_out.shape[0], 1, 1),
+        [*first, logits, constant(layout, mx.int32), *(array for part in more for array in part)],
+        groups=(first.out.shape[0], 1, 1),
         outputs=[((*queries.shape[:3], channels), queries.dtype)],
     )
     return out
 
 
-def plan(queries: mx.array, history: History, tile_tokens: int, query_tiles: tuple[int, ...] = QUERY_TILES) -> Split:
-    """Cut the work by shapes and capacities, never by counts, which may be on the GPU only."""
+def plan(queries: mx.array, history: History, tiles: int, query_tiles: tuple[int, ...] = QUERY_TILES) -> Split:
+    """Cut the work by shapes and capacities, never by counts, which may be on the GPU only.
+
+    ``tiles`` are those that the tokens' capacity has; no more splits are made.
+    """
     batch, heads = history.window_keys.shape[:2]
     rows = queries.shape[1] // heads * queries.shape[2]
     query_tile = next((tile for tile in query_tiles if tile >= rows), query_tiles[-1])
     tiles_of_queries = -(-rows // query_tile)
-    tiles = sum(-(-tokens // tile_tokens) for tokens in capacities(history))
     splits = min(max(WANTED_GROUPS // (batch * heads * tiles_of_queries), 1), max(tiles, 1), MOST_SPLITS)
     return Split(query_tile, tiles_of_queries, splits)
 
@@ -132,12 +178,13 @@ def describe(queries: mx.array, history: History, *, scale: float, causal: bool,
     sink_room, code_room, window_room = capacities(history)
     counts, stride = _counts(history, queries.shape[0])
     mask_array, mask_strides = _mask(mask)
-    layout = [query_heads // heads * length, length, heads, 0, code_room, sink_room, window_room, int(causal)]
+    rows = query_heads // heads * length
+    layout = Layout(rows, length, heads, 0, code_room, sink_room, window_room, int(causal), *mask_strides, stride, 0)
     arrays = [queries, *_codes(history.keys), *_codes(history.values)]
     arrays += [_or_nothing(history.sink_keys, queries.dtype), _or_nothing(history.sink_values, queries.dtype)]
     arrays += [history.window_keys, history.window_values, mask_array, counts]
     factor = constant((scale * LOG2_E,), mx.float32)
-    return Call(_settings(history, mask), arrays, [*layout, *mask_strides, stride], factor)
+    return Call(_settings(history, mask), arrays, layout, factor)
 
 
 def _settings(history: History, mask: mx.array | None) -> dict[str, Setting]:
@@ -158,6 +205,7 @@ def _settings(history: History, mask: mx.array | None) -> dict[str, Setting]:
         "VALUE_SLICES": max(THREADS // value_columns, 1),
         "EXACT_COLUMNS": -(-padded // THREADS),
         "MASKED": int(mask is not None),
+        "SKIPPED_TILE": TENSOR_TILE_TOKENS,
     }
 
 

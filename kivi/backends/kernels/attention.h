@@ -26,3 +26,4 @@ FN float weight_of(float x, float maximum) { return maximum == -INFINITY_F ? 0.0
 #define MASK_QUERY layout[10]
 #define MASK_TOKEN layout[11]
 #define COUNT_STRIDE layout[12]  // 3 when every row of the batch has its own counts, else 0
+#define MORE_SPLITS layout[13]     // splits of the second kernel whose results are merged

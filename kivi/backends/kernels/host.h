@@ -103,7 +103,6 @@ static void (*current_entry)();
 
 // What each lane hands to the others, in two turns: no lane can be two operations ahead.
 static uint exchanged[2][1024];
-static uint fragments[2][1024][6];
 static uint turn[1024];
 
 static void wait_as(FibreState state) {

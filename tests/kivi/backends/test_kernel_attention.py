@@ -29,6 +29,13 @@ CASES = {
     "eight_bits": Case(key_channels=80, value_channels=96, key_bits=8, value_bits=8, group_size=64, codes=192, sinks=64),
     "wide_values": Case(value_channels=256, key_channels=96, batch=2, codes=64, window=3),
     "nothing_quantised": Case(codes=0, window=9),
+    "long_float32": Case(
+        heads=1, key_channels=64, value_channels=96, dtype=mx.float32, codes=1280, group_size=64, value_bits=8
+    ),
+    "long_grouped": Case(queries_a_head=3, key_channels=80, value_channels=72, codes=544, value_bits=4, dtype=mx.bfloat16),
+    "long_causal": Case(
+        heads=1, length=5, key_channels=128, value_channels=128, codes=640, key_bits=8, value_bits=4, group_size=128
+    ),
     "long": Case(heads=1, key_channels=128, value_channels=128, codes=1600, window=33, sinks=128),
 }
 
@@ -49,7 +56,7 @@ def test_attention_is_within_the_bound(backend: Backend, name: str) -> None:
     assert mx.array_equal(queries, kept).item()
 
 
-@pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long"])
+@pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long", "long_grouped"])
 def test_masks_and_sinks_are_applied(backend: Backend, name: str) -> None:
     case = CASES[name]
     queries, history, exact = build(case, seed=1)
@@ -70,22 +77,22 @@ def test_masks_and_sinks_are_applied(backend: Backend, name: str) -> None:
 
 
 def test_rows_of_a_batch_may_have_different_lengths(backend: Backend) -> None:
-    case = Case(batch=3, codes=192, window=20, sinks=32)
-    counts = [(32, 192, 20), (0, 64, 1), (32, 0, 12)]
+    case = Case(batch=3, codes=576, window=20, sinks=32)
+    counts = [(32, 576, 20), (0, 64, 1), (32, 0, 12)]
     queries, history, exact = build(case, counts=counts)
     actual = backend.decode_attention(queries, history, scale=0.125, causal=True, mask=None, sinks=None)
     assert largest_error(actual, reference(queries, exact, 0.125, causal=True), exact.values) < BOUND[case.dtype]
 
 
 def test_spare_capacity_is_never_read_into_the_result(backend: Backend) -> None:
-    case = Case(codes=96, key_channels=128, value_channels=128, spare=3)
+    case = Case(codes=288, key_channels=128, value_channels=128, spare=3)
     queries, history, _ = build(case)
     assert history.keys is not None and history.values is not None
     keys, values = history.keys, history.values
     dirty = dataclasses.replace(
         history,
-        keys=keys._replace(scale=_spoil(keys.scale, 3, 3), zero=_spoil(keys.zero, 3, 3)),
-        values=values._replace(scale=_spoil(values.scale, 2, 96), zero=_spoil(values.zero, 2, 96)),
+        keys=keys._replace(scale=_spoil(keys.scale, 3, 9), zero=_spoil(keys.zero, 3, 9)),
+        values=values._replace(scale=_spoil(values.scale, 2, 288), zero=_spoil(values.zero, 2, 288)),
         window_keys=_spoil(history.window_keys, 2, 40),
         window_values=_spoil(history.window_values, 2, 40),
     )

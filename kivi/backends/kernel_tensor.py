@@ -1,0 +1,80 @@
+"""Decode attention on tensor cores: a body of its own for whole tiles of codes, the portable one for the rest."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kivi.backends import History, kernel_attention
+from kivi.backends.kernel import Kernel, Setting, Target
+from kivi.backends.kernel_attention import HISTORY_INPUTS, TENSOR_TILE_TOKENS, TILE_TOKENS, attend, capacities, merge, plan
+from kivi.backends.kernel_backend import KernelBackend
+from kivi.quantize import padded_length
+
+MOST_CHANNELS = 128  # a row of words is held in registers
+QUERY_TILES = (1, 2)
+MANTISSA_BITS = 10  # of float16: codes within them need no shift
+THREADS = 128
+
+TENSOR = Kernel(
+    "attention_tensor",
+    ("queries", *HISTORY_INPUTS, "mask", "counts", "layout", "factor"),
+    ("split_out", "split_sums"),
+    THREADS,
+    ("lanes.h", "attention.h", "tensor_{prelude}"),
+)
+
+
+class TensorBackend(KernelBackend):
+    """A kernel backend whose attention uses tensor cores where they fit: 16-bit queries and parameters, up to 128 channels."""
+
+    def decode_attention(
+        self,
+        queries: mx.array,
+        history: History,
+        *,
+        scale: float,
+        causal: bool,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        attention = decode_attention if fits(queries, history) else kernel_attention.decode_attention
+        return attention(self.target, queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
+
+
+def fits(queries: mx.array, history: History) -> bool:
+    """Return whether the tensor-core body takes the shapes and dtypes; lengths do not matter.
+
+    It rounds folded scales and weights to float16, which float32 queries would see.
+    """
+    if history.keys is None or history.keys.scale.dtype != mx.float16 or queries.dtype == mx.float32:
+        return False
+    channels = history.window_keys.shape[-1], padded_length(history.window_values.shape[-1], history.group_size)
+    room = capacities(history)[1]
+    return channels[0] % 16 == 0 and max(channels) <= MOST_CHANNELS and room >= TENSOR_TILE_TOKENS
+
+
+def decode_attention(
+    target: Target,
+    queries: mx.array,
+    history: History,
+    *,
+    scale: float,
+    causal: bool,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`."""
+    call = kernel_attention.describe(queries, history, scale=scale, causal=causal, mask=mask)
+    sink_room, code_room, window_room = capacities(history)
+    settings: dict[str, Setting] = {
+        "PARAM": mx.float16,
+        "SIMDS": THREADS // 32,
+        "KEY_DIRECT": MANTISSA_BITS // history.key_bits,
+        "VALUE_DIRECT": MANTISSA_BITS // history.value_bits,
+    }
+    tiles = -(-code_room // (TENSOR_TILE_TOKENS * THREADS // 32))
+    coded = attend(target, TENSOR, call, queries, history, plan(queries, history, tiles, QUERY_TILES), settings)
+    # Fewer than a tile of codes are left, in two portable tiles at most.
+    left = TENSOR_TILE_TOKENS // TILE_TOKENS + sum(-(-room // TILE_TOKENS) for room in (sink_room, window_room))
+    rest = attend(target, kernel_attention.ATTENTION, call, queries, history, plan(queries, history, left), {"SKIPS": 1})
+    return merge(target, queries, [coded, rest], call.layout, sinks)

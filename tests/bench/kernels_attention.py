@@ -1,0 +1,130 @@
+"""Fused decode attention on packed codes against MLX's attention on the full float16 cache.
+
+python tests/bench/kernels_attention.py --out tests/bench/results/kernels_attention.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernels_timing import Arm, interleave, show, write
+
+from kivi.backends import Backend, History, kernel_attention, resolve
+from kivi.backends.kernel_backend import KernelBackend
+
+import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
+
+GROUP = 32
+WINDOW = 128
+FULL_BYTES = 2 * 2  # keys and values, float16
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    tokens: int
+    channels: int
+
+
+SHAPES = [Shape(16, 32, 8192, 128), Shape(1, 32, 8192, 128), Shape(1, 8, 131072, 128)]
+SETS = {SHAPES[0]: 2, SHAPES[1]: 8, SHAPES[2]: 6}  # so that what is read again has left the L2 cache
+
+
+class Inputs(NamedTuple):
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    history: History
+
+
+def make(backend: Backend, shape: Shape, repeats: int, bits: int) -> Inputs:
+    """Return queries, the full cache and the same tokens packed, the last 128 exact."""
+    batch, heads, tokens, channels = shape
+    keys, values = (mx.random.normal((batch, heads, tokens, channels), mx.float16) for _ in range(2))
+    coded = tokens - WINDOW
+    settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
+    history = History(
+        key_bits=bits,
+        value_bits=bits,
+        group_size=GROUP,
+        sink_keys=None,
+        sink_values=None,
+        keys=backend.quantize_keys(keys[:, :, :coded], **settings),
+        values=backend.quantize_values(values[:, :, :coded], **settings),
+        window_keys=mx.contiguous(keys[:, :, coded:]),
+        window_values=mx.contiguous(values[:, :, coded:]),
+        sink_count=0,
+        code_count=coded,
+        window_count=WINDOW,
+    )
+    inputs = Inputs(mx.random.normal((batch, heads * repeats, 1, channels), mx.float16), keys, values, history)
+    mx.eval(inputs.queries, keys, values, *history.keys, *history.values, history.window_keys, history.window_values)
+    return inputs
+
+
+def packed_bytes(history: History) -> int:
+    arrays = [*history.keys, *history.values, history.window_keys, history.window_values]
+    return sum(array.nbytes for array in arrays)
+
+
+def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, rounds: int) -> dict[str, Any]:
+    """Return timings of one shape, and the error against float32 attention on the full-precision (unquantised) window."""
+    sets = [make(backend, shape, repeats, bits) for _ in range(SETS[shape])]
+    scale = shape.channels**-0.5
+    arguments = {"scale": scale, "causal": True, "mask": None, "sinks": None}
+
+    def full(turn: int) -> mx.array:
+        one = sets[turn % len(sets)]
+        return mx.fast.scaled_dot_product_attention(one.queries, one.keys, one.values, scale=scale)
+
+    def packed(turn: int) -> mx.array:
+        one = sets[turn % len(sets)]
+        return backend.decode_attention(one.queries, one.history, **arguments)
+
+    def portable(turn: int) -> mx.array:
+        one = sets[turn % len(sets)]
+        return kernel_attention.decode_attention(backend.target, one.queries, one.history, **arguments)
+
+    arms: dict[str, Arm] = {"full": full, "packed": packed, "packed_portable": portable}
+    row = interleave(arms, "full", rounds=rounds)
+    moved = packed_bytes(sets[0].history)
+    full_bytes = FULL_BYTES * shape.batch * shape.heads * shape.tokens * shape.channels
+    difference = mx.max(mx.abs(packed(0).astype(mx.float32) - portable(0).astype(mx.float32))).item()
+    return row | {
+        "shape": shape._asdict(),
+        "queries_a_head": repeats,
+        "bits": bits,
+        "bytes_full": full_bytes,
+        "bytes_packed": moved,
+        "byte_limit": full_bytes / moved,
+        "packed_gb_per_s": moved / row["arms"]["packed"]["ms"]["median"] / 1e6,
+        "full_gb_per_s": full_bytes / row["arms"]["full"]["ms"]["median"] / 1e6,
+        "largest_difference_to_portable": difference,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    backend = resolve(options.backend)
+    if not isinstance(backend, KernelBackend):
+        parser.error(f"backend {backend.name} has no kernels to time")
+    rows = []
+    for shape in SHAPES:
+        for repeats in (1, 4):
+            for bits in (2, 4):
+                rows.append(measure(backend, shape, repeats, bits, options.rounds))
+                show(f"{tuple(shape)} x{repeats} b={bits}", rows[-1])
+                mx.clear_cache()
+    write(options.out, rows, backend=backend.name, group_size=GROUP, window=WINDOW, dtype="float16", rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()

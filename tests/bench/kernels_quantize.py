@@ -1,0 +1,103 @@
+"""Round trip, and quantise and pack, against plain and compiled MLX operations and ``mx.quantize``.
+
+python tests/bench/kernels_quantize.py --out tests/bench/results/kernels_quantize.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernels_timing import Arm, interleave, show, write
+
+from kivi.backends import Backend, resolve
+from kivi.quantize import group_quantize, group_roundtrip, pack
+
+import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
+
+HEADS, CHANNELS, GROUP = 32, 128, 32
+FLUSHES = (32, 128, 512, 2048, 8192)
+SETS = 4
+
+
+def flush_inputs(tokens: int) -> list[mx.array]:
+    sets = [mx.random.normal((1, HEADS, tokens, CHANNELS), mx.float16) for _ in range(SETS)]
+    mx.eval(sets)
+    return sets
+
+
+def round_trip(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, Any]:
+    """Time the round trip of keys and values, as a flush does both."""
+    keys, values = flush_inputs(tokens), flush_inputs(tokens)
+    settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
+
+    def plain(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        return group_roundtrip(k, axis=-2, **settings), group_roundtrip(v, axis=-1, **settings)
+
+    compiled = mx.compile(plain)
+
+    def kernels(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        return backend.group_roundtrip(k, axis=-2, **settings), backend.group_roundtrip(v, axis=-1, **settings)
+
+    arms: dict[str, Arm] = {
+        name: lambda turn, run=run: run(keys[turn % SETS], values[turn % SETS])
+        for name, run in (("mlx", plain), ("mlx_compiled", compiled), (backend.name, kernels))
+    }
+    row = interleave(arms, "mlx", rounds=rounds)
+    differing = sum(mx.sum(a != b).item() for a, b in zip(kernels(keys[0], values[0]), plain(keys[0], values[0]), strict=True))
+    moved = 2 * 2 * keys[0].nbytes
+    gigabytes = moved / row["arms"][backend.name]["ms"]["median"] / 1e6
+    return row | {"what": "round trip", "tokens": tokens, "bits": bits, "differing": differing, "gb_per_s": gigabytes}
+
+
+def packing(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, Any]:
+    """Time packing keys and values; ``mx.quantize``, along the last axis only, gets keys transposed beforehand."""
+    keys, values = flush_inputs(tokens), flush_inputs(tokens)
+    turned = [mx.contiguous(k.swapaxes(-1, -2)) for k in keys]
+    mx.eval(turned)
+    settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
+    arguments = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
+
+    def definition(turn: int) -> list[mx.array]:
+        k = group_quantize(keys[turn % SETS], axis=-2, **arguments)
+        v = group_quantize(values[turn % SETS], axis=-1, **arguments)
+        return [pack(k.codes.swapaxes(-1, -2), bits), k.scale, k.zero, pack(v.codes, bits), v.scale, v.zero]
+
+    def affine(turn: int) -> list[mx.array]:
+        quantize = partial(mx.quantize, group_size=GROUP, bits=bits)
+        return [*quantize(turned[turn % SETS]), *quantize(values[turn % SETS])]
+
+    def kernels(turn: int) -> list[mx.array]:
+        return [
+            *backend.quantize_keys(keys[turn % SETS], **settings),
+            *backend.quantize_values(values[turn % SETS], **settings),
+        ]
+
+    arms: dict[str, Arm] = {"mx.quantize": affine, "mlx": definition, backend.name: kernels}
+    row = interleave(arms, "mx.quantize", rounds=rounds)
+    return row | {"what": "quantise and pack", "tokens": tokens, "bits": bits}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    backend = resolve(options.backend)
+    rows = []
+    for bits in (2, 4):
+        for tokens in FLUSHES:
+            for what in (round_trip, packing):
+                rows.append(what(backend, tokens, bits, options.rounds))
+                show(f"{rows[-1]['what']} b={bits} {tokens} tokens", rows[-1])
+    shape = {"batch": 1, "heads": HEADS, "channels": CHANNELS, "group_size": GROUP}
+    write(options.out, rows, backend=backend.name, shape=shape, dtype="float16", rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()
