@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flows.nightly import NightResult
@@ -24,7 +23,7 @@ from tasks.tracking_store import EXPERIMENT
 
 STYLES = {"pass": "green", "good": "green", "marginal": "yellow", "fail": "red", "failed": "red", "bad": "red"}
 NARROW = 100  # columns below which the table keeps only what fits
-NARROW_COLUMNS = ("cache", "smaller", "kl", "flips", "verdict")
+NARROW_COLUMNS = ("cache", "compression", "kl", "flips", "verdict")
 DEFAULT_TRACKING_DIR = Path("mlruns")
 
 
@@ -32,8 +31,11 @@ class Bars:
     """Two bars, one over the cells and one inside the running cell; the context shows and removes them."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
+        text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        bar = BarColumn(bar_width=20)
+        self._progress = Progress(
+            text, bar, MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True, expand=True
+        )
         self._cells = self._progress.add_task("preparing", total=None)
         self._steps = self._progress.add_task("", total=None, visible=False)
 
@@ -48,7 +50,7 @@ class Bars:
         self._progress.update(self._cells, description="cells", total=len(plan.cells))
 
     def step(self, label: str, stage: str, done: int, total: int) -> None:
-        text = escape(visible(f"{label}: {stage}"))
+        text = escape(visible(f"{stage}: {label}"))
         self._progress.update(self._steps, description=text, completed=done, total=total, visible=True)
 
     def finished(self, outcome: Outcome) -> None:
@@ -89,13 +91,23 @@ def progress(console: Console) -> Bars | Lines:
 
 def log_to(console: Console) -> None:
     """Show what the project's own code logs, such as what it waits for; Prefect's own lines stay out of the way."""
-    handler = RichHandler(console=console, show_time=False, show_path=False, show_level=False, markup=False, highlighter=None)
+    handler = _ConsoleHandler(console)
     handler.addFilter(_OwnRecords())
     for name in ("prefect.flow_runs", "prefect.task_runs", "tasks", "flows", "kivi"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
+        logging.getLogger(name).addHandler(handler)
     for name in ("tasks", "flows", "kivi"):
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints through the console, which keeps the bars below what it prints."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(Text(visible(record.getMessage())), soft_wrap=True)
 
 
 class _OwnRecords(logging.Filter):

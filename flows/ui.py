@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -59,7 +60,11 @@ def serve(tracking_dir: Path, port: int) -> int:
     command += ["--artifacts-destination", artifacts.as_uri(), "--host", HOST, "--port", str(port), "--workers", "1"]
     # Jobs are for MLflow's own evaluations: more processes, and nothing that is used here.
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = subprocess.Popen(command, env=environment)  # noqa: S603  ours
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
-        return subprocess.run(command, env=environment, check=False).returncode  # noqa: S603  ours
+        return server.wait()
     except KeyboardInterrupt:
+        server.terminate()  # never killed: MLflow's command passes a termination on to the server behind it
+        server.wait()
         return 0

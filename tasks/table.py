@@ -13,6 +13,7 @@ Tier = Literal["good", "marginal", "bad"]
 # Up to the first limit good, up to the second marginal, above bad; the worst of the three counts.
 TIERS = {"kl_mean": (0.01, 0.10), "kl_p99": (0.10, 1.00), "flip_rate": (0.01, 0.05)}
 NOTHING = "–"
+NOISE = 1e-6  # nats; below is the noise of float32, whose digits say nothing
 
 
 class Row(NamedTuple):
@@ -34,7 +35,7 @@ HEADINGS = Row(
     on="model and prompts",
     resident="resident",
     compression="smaller",
-    kl="KL to full, nats (95 %)",
+    kl="KL, nats (95 %)",
     tier="tier",
     flips="flips",
     decode="decode",
@@ -99,6 +100,7 @@ def _row(outcome: Outcome, verdict: str) -> Row:
 
 def _show_kl(result: CellResult) -> str:
     quality = result.quality
-    interval = quality.kl_interval
-    mean = f"{quality.kl_mean:.3g}"
+    if 0 < quality.kl_mean < NOISE:
+        return f"<{NOISE:g}"
+    mean, interval = f"{quality.kl_mean:.3g}", quality.kl_interval
     return mean if interval is None else f"{mean} [{interval.low:.2g}, {interval.high:.2g}]"

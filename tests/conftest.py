@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from kivi.measure.results import (
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
 from tasks.night import Night, Outcome, PromptSource, cell_of, digest
+
+SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
 
 MakeResult = Callable[..., CellResult]
 MakeNight = Callable[..., Night]
@@ -185,3 +188,19 @@ def prefect_server() -> Iterator[None]:
 
     with prefect_test_harness(server_startup_timeout=120):
         yield
+
+
+@pytest.fixture(scope="session")
+def smoke_config() -> Path:
+    """The configuration of the smoke matrix."""
+    return SMOKE
+
+
+@pytest.fixture(scope="session")
+def smoke_night(prefect_server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The smoke matrix, measured once on the embedded model: the tracking folder and the flow's state."""
+    from flows.nightly import nightly
+    from tasks.config import load_config
+
+    tracking_dir = tmp_path_factory.mktemp("smoke") / "mlruns"
+    return tracking_dir, nightly(load_config(SMOKE), tracking_dir, return_state=True)

@@ -44,7 +44,7 @@ def test_the_verdict_comes_first_with_its_reasons(make_result, make_night):
     report = make_report(make_night(make_result("full"), make_result(kl_mean=0.5)))
     for text in (Page(report.html).text, report.markdown.replace("\\", "")):
         verdict, reason = text.index("failed: 1 of"), text.index("quality.kl_mean is 0.5 nats, above the limit of 0.01 nats")
-        assert verdict < reason < text.index("KL to full")
+        assert verdict < reason < text.index("KL, nats")
 
 
 def test_every_cell_is_in_the_table_also_the_failed_one(make_result, make_night):
@@ -68,6 +68,11 @@ def test_the_row_of_a_cell_reads_as_measured(make_result, make_night):
         "0.90×",
         "pass",
     )
+
+
+def test_the_noise_of_floats_has_no_digits(make_result, make_night):
+    night = make_night(make_result(kl_mean=8.6e-12))
+    assert rows(night, judge(night, CONFIG))[0].kl == "<1e-06"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""O8: Prefect's temporary server timed out on a cold home folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
+
+import tasks
+
+
+def test_the_start_of_the_server_has_two_minutes():
+    assert tasks.ENVIRONMENT["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "120"
+    assert PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value() >= 20
+
+
+def test_the_command_runs_with_a_cold_prefect_home(smoke_night, smoke_config, tmp_path):
+    tracking_dir, _ = smoke_night
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment["PREFECT_HOME"] = str(tmp_path / "prefect")
+    command = [sys.executable, "-c", "from flows.cli import main; main()", "nightly", "--json"]
+    command += ["--config", smoke_config, "--tracking-dir", tracking_dir]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)  # nothing but the result is on stdout
+    assert printed["passed"] is True
+    assert [cell["reused"] for cell in printed["cells"]] == [True, True]
+    assert "Traceback" not in done.stderr
+    assert "prefect" not in done.stderr.lower()

@@ -1,0 +1,208 @@
+"""The command line: exit codes, one sentence for what a user can mend, JSON alone on stdout."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.errors import USAGE
+from tasks.track import find_nights
+from tasks.tracking_store import writer
+
+CLI = [sys.executable, "-c", "from flows.cli import main; main()"]
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    """Write a matrix and return its path."""
+
+    def write(text):
+        path = tmp_path / "matrix.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def result_file(tmp_path, make_result):
+    """Write a result and return its path."""
+
+    def write(**options):
+        path = tmp_path / "result.json"
+        path.write_text(make_result(**options).model_dump_json())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("specs: [full", "matrix.yaml: not YAML"),
+        ("specs: []", "matrix.yaml: specs"),
+        ("spec: [full]\nspecs: [full]", "matrix.yaml: spec: no such field"),
+        ("specs: [kivi:bits=3]", "KIVI codes have 2, 4 or 8 bits"),
+        ("specs: ['kivi:bits=2,backend=metal', 'kivi:bits=2,backend=cuda']", "use backend=auto or backend=mlx"),
+        ("specs: [full]\nmodels: [/no/such/folder]", "model '/no/such/folder': neither"),
+        ("specs: [full]\nmodels: [org/name]", "pin a commit"),
+        ("specs: [full]\nprompt_sets: [{source: rows.jsonl}]", "needs column, template or messages"),
+    ],
+)
+def test_a_bad_matrix_is_one_sentence_and_exit_code_2(matrix, tmp_path, text, sentence):
+    done = call("nightly", "--config", matrix(text), "--tracking-dir", tmp_path / "mlruns")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("kivi: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "mlruns").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("evaluate", "embedded", "humaneval", "kivi:bits"), "expected key=value"),
+        (("evaluate", "embedded", "humaneval", "kiwi:bits=2"), "'kiwi'"),
+        (("evaluate", "embedded", "rows.jsonl", "full"), "needs column"),
+        (("evaluate", "embedded", "humaneval", "full", "--limit", "0"), "greater than or equal to 1"),
+        (("import", "no.json"), "no.json: cannot be read"),
+        (("nightly", "--config", "no.yaml"), "no.yaml: cannot be read"),
+    ],
+)
+def test_bad_arguments_are_one_sentence_and_exit_code_2(arguments, sentence):
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("nightly", "--no-such"), ("no-such",), ("evaluate", "embedded")])
+def test_unknown_usage_is_exit_code_2(arguments):
+    assert call(*arguments).exit_code == 2
+
+
+def test_a_sentence_moves_no_cursor(matrix):
+    done = call("nightly", "--config", matrix('specs: [full]\nmodels: ["\\e[2J"]'))
+    assert done.exit_code == 2
+    assert "\x1b" not in done.stderr
+
+
+def test_help_and_a_bad_path_need_nothing_slow():
+    script = "import sys; from flows.cli import app\ntry:\n app(sys.argv[1:])\nfinally:\n print(*sys.modules, file=sys.stderr)"
+    for arguments in (["--help"], ["nightly", "--config", "no.yaml"]):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+        assert not {"mlflow", "prefect", "datasets", "matplotlib"} & set(done.stderr.split())
+
+
+def test_errors_that_are_usage_exist():
+    for name in USAGE:
+        module, _, kind = name.rpartition(".")
+        assert issubclass(getattr(importlib.import_module(module), kind), Exception)
+
+
+def test_import_logs_a_passing_result_and_finds_it_again(tmp_path, result_file):
+    path, store = result_file(), tmp_path / "mlruns"
+    for _ in range(2):
+        done = call("import", path, "--tracking-dir", store)
+        assert done.exit_code == 0, done.stderr
+    assert "passed: " in done.stdout
+    with writer(store) as tracking:
+        assert len(find_nights(tracking)) == 1
+        assert len(tracking.client.search_runs([tracking.experiment_id])) == 2
+    assert len(list((store / "reports").glob("*.html"))) == 1
+
+
+def test_import_of_a_regression_is_exit_code_1(tmp_path, result_file):
+    done = call("import", result_file(kl_mean=0.5), "--tracking-dir", tmp_path / "mlruns", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["passed"] is False
+    assert "quality.kl_mean is 0.5 nats, above the limit" in done.stderr
+
+
+def test_import_of_something_else_is_one_sentence(tmp_path):
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    done = call("import", tmp_path / "other.json")
+    assert done.exit_code == 2
+    assert "other.json: not a cell's result" in done.stderr
+
+
+def test_a_tracking_folder_that_cannot_be_used_is_one_sentence(tmp_path, result_file):
+    (tmp_path / "file").write_text("")
+    done = call("import", result_file(), "--tracking-dir", tmp_path / "file")
+    assert done.exit_code == 2
+    assert "choose another --tracking-dir" in done.stderr
+
+
+def test_doctor_says_what_there_is_with_a_remedy(tmp_path):
+    done = call("doctor", "--tracking-dir", tmp_path / "mlruns")
+    assert done.exit_code == 0
+    for name in ("device", "backend metal", "backend cuda", "backend mlx", "BLAS", "model", "tracking store", "Prefect server"):
+        assert f"{name}: " in done.stdout
+    for line in done.stdout.splitlines():
+        if line.startswith("no"):
+            assert "→" in line
+    assert not (tmp_path / "mlruns").exists()  # looking changes nothing
+    assert socket.gethostname() not in done.stdout.split()
+
+
+def test_doctor_fails_when_nothing_could_be_logged(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = call("doctor", "--tracking-dir", tmp_path / "file", "--json")
+    assert done.exit_code == 1
+    (finding,) = [finding for finding in json.loads(done.stdout) if finding["name"] == "tracking store"]
+    assert finding["ok"] is False
+    assert "--tracking-dir" in finding["remedy"]
+
+
+def test_ui_serves_the_store_and_prints_links(tmp_path, result_file):
+    assert call("import", result_file(), "--tracking-dir", tmp_path / "mlruns").exit_code == 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*CLI, "ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        links = json.loads(process.stdout.readline())
+        page = wait_for(links["nights"].partition("#")[0], process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+    assert "<title>MLflow</title>" in page
+    assert "/#/compare-runs?runs=" in links["compare"]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0  # the server has ended with the command
+
+
+def test_ui_names_a_port_that_is_taken(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = call("ui", "--tracking-dir", tmp_path / "mlruns", "--port", taken.getsockname()[1])
+    assert done.exit_code == 2
+    assert "choose another --port" in done.stderr
+
+
+def wait_for(address, process):
+    for _ in range(600):
+        assert process.poll() is None
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:  # noqa: S310  http, and ours
+                return answer.read().decode()
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"{address} did not answer")
