@@ -1,0 +1,138 @@
+"""The paper's headline at the shape of Llama-2-7B: tokens a second against batch size until memory ends.
+
+    python tests/bench/llama7b.py --out llama7b.json
+
+KIVI (arXiv:2402.02750, section 4.3) generates 338 tokens from prompts of 160 on Llama-2-7B. Speed and memory do not depend
+on what the weights are, so they are random, in float16. Every row is a whole run: one batch of equal prompts prefilled in
+calls of bounded size, then one token a step, greedily, fed back. Batches grow until MLX is out of memory; the last rows
+halve the step between the largest that ran and the smallest that did not. Each cache runs in a process of its own, so that
+a failure ends that cache and nothing else. Rows with ``--context 4096`` decode fewer steps and say how many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cache_timing import parser, report
+
+from kivi import CacheSpec, make_prompt_cache
+
+import mlx.core as mx  # isort: skip  (after kivi, which chooses the BLAS)
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+
+SHAPES = {
+    "llama-2-7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008, "num_attention_heads": 32},
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 2},
+}
+SPECS = ("full", "kivi:bits=4", "kivi:bits=2")
+CALL_TOKENS = 16_384  # prompt tokens of one call, over the batch: bounds the activations
+
+
+def build(shape: str) -> llama.Model:
+    """Return a model of random float16 weights."""
+    args = llama.ModelArgs(model_type="llama", vocab_size=32_000, rms_norm_eps=1e-5, tie_word_embeddings=False, **SHAPES[shape])
+    model = llama.Model(args)
+    model.update(tree_map(lambda weight: (mx.random.normal(weight.shape) * 0.02).astype(mx.float16), model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def run(model: llama.Model, spec: CacheSpec, batch: int, context: int, steps: int) -> dict[str, Any]:
+    """Prefill ``batch`` prompts of ``context`` tokens and decode ``steps`` tokens; return speeds and bytes."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    caches = make_prompt_cache(model, spec)
+    prompts = mx.random.randint(0, 32_000, (batch, context))
+    started = time.perf_counter()
+    call = max(1, CALL_TOKENS // batch)
+    for start in range(0, context, call):
+        hidden = model.model(prompts[:, start : start + call], cache=caches)
+        mx.eval([hidden, *(cache.state for cache in caches)])
+    token = mx.argmax(model.lm_head(hidden[:, -1:]), axis=-1)
+    mx.eval(token)
+    prefilled = time.perf_counter()
+    prefill_peak = mx.get_peak_memory()
+    mx.reset_peak_memory()
+    step_seconds = []
+    for _ in range(steps):
+        before = time.perf_counter()
+        token = mx.argmax(model.lm_head(model.model(token, cache=caches)), axis=-1)
+        mx.eval(token)
+        step_seconds.append(time.perf_counter() - before)
+    decode_s = sum(step_seconds)
+    return {
+        "cache": spec.slug,
+        "batch": batch,
+        "context": context,
+        "steps": steps,
+        "prefill_s": prefilled - started,
+        "decode_s": decode_s,
+        "decode_tps": batch * steps / decode_s,
+        "median_step_ms": sorted(step_seconds)[steps // 2] * 1e3,
+        "generated_tps": batch * steps / (decode_s + prefilled - started),
+        "peak_prefill_bytes": prefill_peak,
+        "peak_decode_bytes": mx.get_peak_memory(),
+        "cache_bytes": sum(cache.nbytes for cache in caches),
+    }
+
+
+def sweep(model: llama.Model, spec: CacheSpec, options: argparse.Namespace) -> None:
+    """Print a JSON line a run; raise the batch until memory ends, then close in on the largest that fits."""
+    fits, fails = 0, None
+    queue = list(options.batches)
+    halvings = options.halvings
+    while queue:
+        batch = queue.pop(0)
+        try:
+            row = run(model, spec, batch, options.context, options.steps)
+        except RuntimeError as error:
+            row = {"cache": spec.slug, "batch": batch, "context": options.context, "failed": str(error)}
+            fails, queue = batch, []
+        else:
+            fits = batch
+        print(json.dumps(row), flush=True)
+        if not queue and fails and halvings and fails - fits > max(8, fits // 16):
+            halvings -= 1
+            queue.append((fits + fails) // 2)
+
+
+def main() -> None:
+    options_of = parser(__doc__)
+    options_of.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
+    options_of.add_argument("--context", type=int, default=160)
+    options_of.add_argument("--steps", type=int, default=338)
+    options_of.add_argument("--batches", type=int, nargs="+", default=[16, 64, 256, 512, 1024, 2048])
+    options_of.add_argument("--halvings", type=int, default=2)
+    options_of.add_argument("--seconds", type=float, default=240, help="limit of each cache's process")
+    options_of.add_argument("--specs", nargs="+", default=SPECS)
+    options_of.add_argument("--one", help=argparse.SUPPRESS)
+    options = options_of.parse_args()
+    if options.one:
+        mx.random.seed(0)
+        sweep(build(options.shape), CacheSpec.parse(options.one), options)
+        return
+    rows: list[dict[str, Any]] = []
+    for spec in options.specs:
+        command = [sys.executable, *sys.argv, "--one", spec]
+        started = time.perf_counter()
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.seconds, check=False)
+            output, ending = done.stdout, f"exit {done.returncode}"
+        except subprocess.TimeoutExpired as stopped:
+            output, ending = (stopped.stdout or b"").decode(), f"stopped after {options.seconds:g} s"
+        rows += [json.loads(line) for line in output.splitlines()]
+        rows.append({"cache": spec, "process": ending, "seconds": time.perf_counter() - started})
+    report("llama7b", options, rows)
+
+
+if __name__ == "__main__":
+    if Path(__file__).parent not in map(Path, sys.path):
+        sys.path.insert(0, str(Path(__file__).parent))
+    main()
