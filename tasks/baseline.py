@@ -124,7 +124,7 @@ def pin_baseline(store: TrackingStore, night: str) -> Marked:
 
 def unpin(store: TrackingStore) -> int:
     """Remove all pins; return from how many nights."""
-    runs = list(_search(store, f"tags.`{PIN}` LIKE '%'"))
+    runs = list(all_runs(store, f"tags.`{PIN}` LIKE '%'"))
     for run in runs:
         store.client.delete_tag(run.info.run_id, PIN)
     return sum(run.data.tags.get("kivi.kind") == "matrix" for run in runs)
@@ -165,7 +165,7 @@ def marked_nights(store: TrackingStore) -> list[Marked]:
 def serving_cells(store: TrackingStore, tag: str) -> list[Run]:
     """Return the cells that are compared with now: for each identity the one that was marked last."""
     latest: dict[str, Run] = {}
-    for run in _search(store, f"tags.`{tag}` LIKE '%' AND tags.`kivi.kind` = 'cell'"):
+    for run in all_runs(store, f"tags.`{tag}` LIKE '%' AND tags.`kivi.kind` = 'cell'"):
         other = latest.setdefault(run.data.tags[IDENTITY], run)
         if _time(run, tag) > _time(other, tag):
             latest[run.data.tags[IDENTITY]] = run
@@ -175,10 +175,10 @@ def serving_cells(store: TrackingStore, tag: str) -> list[Run]:
 def _baselines(store: TrackingStore, result: CellResult, notes: list[str]) -> Iterator[Chosen]:
     same = f"tags.`{IDENTITY}` = '{identity(result)}'"
     started = int(result.provenance.started.timestamp() * 1000)
-    good = _search(store, f"{same} AND tags.`{BASELINE}` LIKE 'good %' AND attributes.start_time < {started}", CANDIDATES)
-    by_hand = _search(store, f"{same} AND tags.`{BASELINE}` LIKE 'set %'")
+    good = all_runs(store, f"{same} AND tags.`{BASELINE}` LIKE 'good %' AND attributes.start_time < {started}", most=CANDIDATES)
+    by_hand = all_runs(store, f"{same} AND tags.`{BASELINE}` LIKE 'set %'")
     latest = sorted([*good, *by_hand], key=lambda run: _time(run, BASELINE), reverse=True)
-    pinned = sorted(_search(store, f"{same} AND tags.`{PIN}` LIKE '%'"), key=lambda run: _time(run, PIN), reverse=True)
+    pinned = sorted(all_runs(store, f"{same} AND tags.`{PIN}` LIKE '%'"), key=lambda run: _time(run, PIN), reverse=True)
     for name, runs in (("the last good night", latest), ("the pinned night", pinned[:1])):
         chosen = _first_readable(store, name, runs, notes)
         if chosen is not None:
@@ -241,8 +241,8 @@ def _why_not(store: TrackingStore, run: Run) -> tuple[str, CellResult | None]:
     return ("", result) if result.audit.passed else ("its cache failed the audit, and what lies is no baseline", None)
 
 
-def _search(store: TrackingStore, filter_string: str, most: int = 0) -> list[Run]:
-    """Return the runs that match and were not superseded, newest first; ``most`` of them, or all."""
+def all_runs(store: TrackingStore, filter_string: str, *, superseded: bool = False, most: int = 0) -> list[Run]:
+    """Return the runs that match, newest first; ``most`` of them, or all. Superseded ones are left out by default."""
     runs: list[Run] = []
     token = None
     while True:
@@ -254,7 +254,7 @@ def _search(store: TrackingStore, filter_string: str, most: int = 0) -> list[Run
             page_token=token,
             **({"max_results": 2 * most} if most else {}),
         )
-        runs.extend(run for run in page if "kivi.superseded" not in run.data.tags)
+        runs.extend(run for run in page if superseded or "kivi.superseded" not in run.data.tags)
         token = page.token
         if not token or (most and len(runs) >= most):
             return runs[:most] if most else runs

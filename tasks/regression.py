@@ -29,7 +29,7 @@ from kivi.measure.results import CellResult, ContextThroughput, Interval, Metric
 from tasks.config import Config
 
 CONFIDENCE = 0.95
-FEWEST_PAIRS = 8  # below, even differences that all have one sign come about by chance with 2 / 2^n > 0.01
+FEWEST_PAIRS = 6  # below, even differences that all have one sign come about by chance with 2 / 2^n > 0.05
 FEWEST_ROUNDS = 3
 FEWEST_RESAMPLES = 10_000
 # Relative changes are taken of at least this much: below, a cache is as good as exact and its figure is noise of floats.

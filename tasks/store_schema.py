@@ -34,7 +34,7 @@ def stored_revision(database: Path) -> str:
             rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
     except sqlite3.Error as error:
         raise SchemaError(
-            f"{database}: not a database that MLflow made ({error}): restore a backup, or move it away and a new one is made"
+            f"{database}: MLflow cannot open it: {error}: restore a backup, or move it away and a new one is made"
         ) from None
     if len(rows) != 1:
         raise SchemaError(f"{database}: {len(rows)} schema revisions instead of one: restore a backup")

@@ -2,11 +2,14 @@
 
 ``<tracking_dir>/mlflow.db`` holds runs, ``<tracking_dir>/artifacts`` their files. MLflow's environment variables
 (MLFLOW_RUN_ID, MLFLOW_TRACKING_URI and the like) have no say: only its client is used, with explicit ids, never the
-functions that act on "the active run".
+functions that act on "the active run". The one exception is ``KIVI_TRACKING_URI``, which is this project's own: the address
+of an MLflow server that a team's machines share. Runs go there then, and the tracking folder keeps results and reports.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +22,10 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
 from tasks.places import ARTIFACTS, DATABASE
+from tasks.store_schema import SchemaError, require_current
 
 EXPERIMENT = "kivi-nightly"
+TRACKING_URI = "KIVI_TRACKING_URI"
 LOCK = "writer.lock"
 LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
 
@@ -31,11 +36,15 @@ class TrackingError(RuntimeError):
 
 @dataclass(frozen=True)
 class TrackingStore:
-    """An open store: MLflow's client and the experiment that runs go to."""
+    """An open store: MLflow's client and the experiment that runs go to.
+
+    On a server several machines write; ``writer`` then names the one folder of one machine whose lock this process holds.
+    """
 
     directory: Path
     client: MlflowClient
     experiment_id: str
+    writer: str = ""
 
 
 def database_uri(tracking_dir: Path) -> str:
@@ -51,16 +60,25 @@ def writer(tracking_dir: Path) -> Iterator[TrackingStore]:
     RUNNING was left behind.
 
     Raises:
-        TrackingError: the folder cannot be written, another process keeps the lock, or another program's MLflow is older
-            or newer than the database.
+        TrackingError: the folder cannot be written, another process keeps the lock, or the database is older or newer than
+            the installed MLflow.
     """
-    with _lock(tracking_dir):
+    with hold(tracking_dir):
         _create_database(tracking_dir)
+        try:
+            require_current(tracking_dir / DATABASE)
+        except SchemaError as error:
+            raise TrackingError(str(error)) from None
         yield _open(tracking_dir)
 
 
 @contextmanager
-def _lock(tracking_dir: Path) -> Iterator[None]:
+def hold(tracking_dir: Path) -> Iterator[None]:
+    """Be the only process that changes the store of ``tracking_dir``, which is made when it is new.
+
+    Raises:
+        TrackingError: the folder cannot be written, or another process keeps the lock.
+    """
     lock = FileLock(tracking_dir / LOCK, timeout=LOCK_TIMEOUT_S, thread_local=False)
     try:
         tracking_dir.mkdir(parents=True, exist_ok=True)
@@ -106,3 +124,27 @@ def _open(tracking_dir: Path) -> TrackingStore:
     if experiment.lifecycle_stage != "active":
         client.restore_experiment(experiment.experiment_id)
     return TrackingStore(tracking_dir, client, experiment.experiment_id)
+
+
+def _open_server(tracking_dir: Path, uri: str) -> TrackingStore:
+    if not uri.startswith(("http://", "https://")):
+        raise TrackingError(f"{TRACKING_URI}={uri!r}: expected the address of an MLflow server, http://... or https://...")
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    try:
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        experiment_id = _create_experiment(client) if experiment is None else experiment.experiment_id
+    except MlflowException as error:
+        raise TrackingError(f"the MLflow server does not take this night: {error.message}") from error
+    return TrackingStore(tracking_dir, client, experiment_id, writer=f"{platform.node()}:{tracking_dir.resolve()}")
+
+
+def _create_experiment(client: MlflowClient) -> str:
+    """Create the experiment, or find the one that another machine has created in the meantime."""
+    try:
+        created: str = client.create_experiment(EXPERIMENT)
+    except MlflowException:
+        found = client.get_experiment_by_name(EXPERIMENT)
+        if found is None:
+            raise
+        return str(found.experiment_id)
+    return created

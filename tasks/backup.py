@@ -1,0 +1,159 @@
+"""Backups of a tracking folder: the database as of one moment, and the artefacts that it speaks of."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tasks.config import Config
+from tasks.places import ARTIFACTS, DATABASE
+from tasks.store_schema import mlflow_version, stored_revision
+from tasks.tracking_store import TrackingError, hold
+
+BACKUPS = "backups"
+MANIFEST = "backup.json"
+
+
+class Backup(Config):
+    """What a backup holds; written beside it as ``backup.json``."""
+
+    folder: Path
+    made: datetime
+    mlflow: str
+    schema_revision: str
+    runs: int
+    files: int
+    bytes: int
+
+
+def back_up(tracking_dir: Path, folder: Path | None = None) -> Backup:
+    """Copy database and artefacts of ``tracking_dir`` into a new folder, which is there whole or not at all.
+
+    The store is held meanwhile, so no night is logged half; what an MLflow server writes in between is in the database's
+    copy or not, never half (sqlite's backup API).
+
+    Args:
+        tracking_dir: The tracking folder.
+        folder: Where the backup goes, ``backups/TIME`` in the tracking folder by default.
+
+    Raises:
+        TrackingError: there is no store, the folder is there already, or it cannot be written.
+    """
+    require_store(tracking_dir)
+    with hold(tracking_dir):
+        return copy_store(tracking_dir, folder)
+
+
+def copy_store(tracking_dir: Path, folder: Path | None = None) -> Backup:
+    """Do what :func:`back_up` says; the caller holds the store."""
+    made = datetime.now(UTC)
+    folder = folder or tracking_dir / BACKUPS / made.strftime("%Y-%m-%dT%H%M%S.%fZ")
+    if folder.exists():
+        raise TrackingError(f"{folder}: is there already; a backup goes into a new folder")
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        copy_database(tracking_dir / DATABASE, partial / DATABASE)
+        if (tracking_dir / ARTIFACTS).is_dir():
+            shutil.copytree(tracking_dir / ARTIFACTS, partial / ARTIFACTS)
+        backup = _describe(folder, partial, made)
+        (partial / MANIFEST).write_text(backup.model_dump_json(indent=1) + "\n")
+        partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise TrackingError(f"{folder}: the backup cannot be written: {error.strerror or error}") from None
+    return backup
+
+
+def restore(folder: Path, tracking_dir: Path) -> Backup:
+    """Put a backup where no store is, or where one was moved away from.
+
+    Runs name their artefacts' folder by its whole path: in the restored database it is the new one.
+
+    Raises:
+        TrackingError: the folder is no backup, or ``tracking_dir`` holds a store.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise TrackingError(f"{folder}: no {MANIFEST} in it, so it is no backup, or not a whole one")
+    backup = Backup.model_validate_json(manifest.read_bytes())
+    with hold(tracking_dir):
+        for name in (DATABASE, ARTIFACTS):
+            if (tracking_dir / name).exists():
+                raise TrackingError(f"{tracking_dir / name}: is there; move it away first, a restore replaces nothing")
+        try:
+            if (folder / ARTIFACTS).is_dir():
+                shutil.copytree(folder / ARTIFACTS, tracking_dir / ARTIFACTS)
+            partial = tracking_dir / f"{DATABASE}.partial"
+            partial.unlink(missing_ok=True)
+            copy_database(folder / DATABASE, partial)
+            _relocate(partial, (tracking_dir.resolve() / ARTIFACTS).as_uri())
+            partial.rename(tracking_dir / DATABASE)
+        except OSError as error:
+            raise TrackingError(f"{tracking_dir}: the backup cannot be restored: {error.strerror or error}") from None
+    return backup.model_copy(update={"folder": folder})
+
+
+def require_store(tracking_dir: Path) -> None:
+    """Refuse a folder without a store.
+
+    Raises:
+        TrackingError: ``tracking_dir`` has no database.
+    """
+    if not (tracking_dir / DATABASE).is_file():
+        raise TrackingError(f"{tracking_dir}: no {DATABASE} in it: give a store's --tracking-dir; `kivi nightly` makes one")
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy a database as of one moment, whoever writes to it, and check the copy.
+
+    Raises:
+        TrackingError: the database is damaged, or the copy cannot be written.
+    """
+    try:
+        # The target is opened in autocommit mode with sqlite's rollback journal, so closing it leaves one file.
+        with (
+            closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as original,
+            closing(sqlite3.connect(target)) as copy,
+        ):
+            original.backup(copy)
+            found = copy.execute("PRAGMA integrity_check").fetchone()[0]
+    except sqlite3.Error as error:
+        raise TrackingError(f"{source}: cannot be copied to {target}: {error}") from None
+    if found != "ok":
+        raise TrackingError(f"{source}: is damaged: {found}: restore a backup")
+
+
+def _describe(folder: Path, partial: Path, made: datetime) -> Backup:
+    with closing(sqlite3.connect(partial / DATABASE)) as connection:
+        runs = connection.execute("SELECT count(*) FROM runs").fetchone()[0]
+    files = [path for path in partial.rglob("*") if path.is_file()]
+    return Backup(
+        folder=folder,
+        made=made,
+        mlflow=mlflow_version(),
+        schema_revision=stored_revision(partial / DATABASE),
+        runs=runs,
+        files=len(files),
+        bytes=sum(path.stat().st_size for path in files),
+    )
+
+
+def _relocate(database: Path, artifacts: str) -> None:
+    """Let runs find their artefacts where the store is now; the experiment's own location says where it was."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        experiments = "SELECT experiment_id, artifact_location FROM experiments"
+        for experiment, location in connection.execute(experiments).fetchall():
+            # MLflow's default experiment has a folder named by its number inside the root; ours has the root itself.
+            root = location.removesuffix(f"/{experiment}")
+            moved = artifacts + location[len(root) :]
+            connection.execute("UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", (moved, experiment))
+            connection.execute(
+                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) "
+                "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
+                (moved, len(location) + 1, experiment, len(location), location),
+            )

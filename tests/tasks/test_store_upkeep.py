@@ -1,0 +1,278 @@
+"""The store's long life, on real stores: backup and restore, retention, and the schema of an older and a newer MLflow."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tasks import upgrade as upgrade_module
+from tasks.backup import back_up, restore
+from tasks.baseline import against_history, mark_good, pin_baseline
+from tasks.config import NightlyConfig
+from tasks.gate import judge
+from tasks.regression import Tolerances
+from tasks.retention import prune
+from tasks.store_schema import known_revisions, stored_revision
+from tasks.track import find_cells, find_nights, finish_night, log_night
+from tasks.tracking_store import TrackingError, writer
+from tasks.upgrade import upgrade
+
+OLD_STORE = Path(__file__).parent / "data" / "mlflow-3.4.0.db.gz"  # written by MLflow 3.4.0 itself
+FIRST = datetime(2026, 1, 1, 2, 0, tzinfo=UTC)
+CONFIG = NightlyConfig(specs=("full",))
+
+
+@pytest.fixture(scope="module")
+def made_store(tmp_path_factory):
+    """An empty store, made once a module: its schema takes seconds."""
+    directory = tmp_path_factory.mktemp("made")
+    with writer(directory):
+        pass
+    return directory
+
+
+@pytest.fixture
+def tracking(made_store, tmp_path):
+    """An empty store in a folder of its own; the copy's experiment is told where it is."""
+    restore(back_up(made_store, tmp_path / "empty").folder, tmp_path / "mlruns")
+    return tmp_path / "mlruns"
+
+
+@pytest.fixture
+def log(make_result, make_night):
+    """Log the good night of a day since the first of January."""
+
+    def log(store, day):
+        result = make_result(key=f"{day:032x}")
+        quality = result.quality.model_copy(update={"sequence_kl": [0.002] * 16, "sequence_flips": [0.02] * 16})
+        made = result.provenance.model_copy(update={"started": FIRST + timedelta(days=day)})
+        night = make_night(result.model_copy(update={"quality": quality, "provenance": made}), scheduled=f"day {day}")
+        parent = log_night(store, night)
+        finish_night(store, parent, night, judge(night, CONFIG), "", {"report.html": "<p>report</p>"})
+        mark_good(store, parent)
+        # A real parent begins with its night; this one began now.
+        with closing(sqlite3.connect(store.directory / "mlflow.db")) as database, database:
+            started = int(made.started.timestamp() * 1000)
+            database.execute("UPDATE runs SET start_time = ? WHERE run_uuid = ?", (started, parent))
+        return night
+
+    return log
+
+
+@pytest.fixture
+def old_store(tmp_path):
+    """A tracking folder of MLflow 3.4.0: a night and a cell with eleven points of two metrics."""
+    directory = tmp_path / "old"
+    directory.mkdir()
+    (directory / "mlflow.db").write_bytes(gzip.decompress(OLD_STORE.read_bytes()))
+    return directory
+
+
+def dump(path):
+    with closing(sqlite3.connect(path)) as database:
+        return list(database.iterdump())
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_backup_is_the_store_and_restores_where_it_was_lost(tracking, log, tmp_path):
+    with writer(tracking) as store:
+        log(store, 1)
+    before, artifacts = dump(tracking / "mlflow.db"), files(tracking / "artifacts")
+    backup = back_up(tracking)
+    assert backup.folder.parent == tracking / "backups"
+    assert backup.runs == 2
+    assert dump(backup.folder / "mlflow.db") == before
+    assert files(backup.folder / "artifacts") == artifacts
+    (tracking / "mlflow.db").unlink()
+    shutil.rmtree(tracking / "artifacts")
+    restore(backup.folder, tracking)
+    assert dump(tracking / "mlflow.db") == before
+    assert files(tracking / "artifacts") == artifacts
+
+
+def test_a_backup_restored_elsewhere_finds_its_artefacts_there(tracking, log, tmp_path):
+    with writer(tracking) as store:
+        log(store, 1)
+        night = log(store, 2)
+    backup = back_up(tracking, tmp_path / "backup")
+    shutil.rmtree(tracking)
+    elsewhere = tmp_path / "el se" / "wo"
+    restore(backup.folder, elsewhere)
+    with writer(elsewhere) as store:
+        comparison = against_history(store, night, Tolerances())
+        assert {change.against for change in comparison.changes} == {"the last good night day 1"}
+        log(store, 3)  # and is written to, there
+        assert len(find_nights(store)) == 3
+    assert not tracking.exists()
+
+
+def test_a_backup_while_another_connection_writes_is_whole(tracking, tmp_path):
+    """An MLflow server does not ask for the lock; what it has not committed is not in the backup."""
+    with closing(sqlite3.connect(tracking / "mlflow.db")) as server:
+        server.execute("INSERT INTO experiments (name, lifecycle_stage, workspace) VALUES ('half', 'active', 'default')")
+        backup = back_up(tracking, tmp_path / "backup")
+        server.rollback()
+    with closing(sqlite3.connect(backup.folder / "mlflow.db")) as database:
+        assert ("half",) not in database.execute("SELECT name FROM experiments").fetchall()
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_what_cannot_be_backed_up_or_restored_is_one_sentence(tracking, tmp_path):
+    with pytest.raises(TrackingError, match=r"nowhere: no mlflow\.db in it"):
+        back_up(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(TrackingError, match=r"is there already"):
+        back_up(tracking, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrackingError, match=r"the backup cannot be written"):
+        back_up(tracking, tmp_path / "file" / "backup")
+    with pytest.raises(TrackingError, match=r"no backup\.json in it"):
+        restore(tmp_path, tmp_path / "new")
+    backup = back_up(tracking)
+    with pytest.raises(TrackingError, match=r"mlflow\.db: is there; move it away first"):
+        restore(backup.folder, tracking)
+    with (tracking / "mlflow.db").open("r+b") as database:
+        database.seek(8192)
+        database.write(b"\xff" * 16384)
+    with pytest.raises(TrackingError, match=r"mlflow\.db: (is damaged|cannot be copied)"):
+        back_up(tracking, tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_pruning_removes_the_artefacts_of_old_nights_and_keeps_their_metrics(tracking, log):
+    with writer(tracking) as store:
+        for day in (1, 50, 80, 99):
+            log(store, day)
+        pin_baseline(store, "day 1")
+        nights = {run.info.run_name.removeprefix("nightly "): run.info.run_id for run in find_nights(store)}
+        cells = {day: find_cells(store, night)[0].info.run_id for day, night in nights.items()}
+        now = FIRST + timedelta(days=100)
+        before, whole = metrics(store), files(tracking / "artifacts")
+        intended = prune(store, 30, dry_run=True, now=now)
+        assert files(tracking / "artifacts") == whole
+        pruned = prune(store, 30, now=now)
+        assert set(pruned.runs) == set(intended.runs) == {nights["day 50"], cells["day 50"]}
+        assert pruned.kept == ("nightly day 1 is pinned for some cell",)
+        assert metrics(store) == before
+        left = {name: text for name, text in whole.items() if name.partition("/")[0] not in pruned.runs}
+        assert files(tracking / "artifacts") == left
+        assert pruned.bytes == intended.bytes == sum(map(len, whole.values())) - sum(map(len, left.values()))
+        tagged = {run.info.run_id for run in store.client.search_runs([store.experiment_id], "tags.`kivi.pruned` LIKE '%'")}
+        assert tagged == set(pruned.runs)
+        assert prune(store, 30, now=now).runs == ()
+
+
+def metrics(store):
+    return {run.info.run_id: run.data.metrics for run in store.client.search_runs([store.experiment_id])}
+
+
+def test_the_baseline_is_never_pruned_however_old(tracking, log, make_result, make_night):
+    with writer(tracking) as store:
+        log(store, 1)
+        log(store, 2)
+        now = FIRST + timedelta(days=1000)
+        pruned = prune(store, 30, now=now)
+        assert pruned.kept == ("nightly day 2 is the baseline for some cell",)
+        assert len(pruned.runs) == 2  # the parent and the cell of day 1
+        night = log(store, 999)
+        comparison = against_history(store, night, Tolerances())
+        assert {change.against for change in comparison.changes} == {"the last good night day 2"}
+
+
+def test_pruning_touches_nothing_outside_the_store(tracking, log, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("")
+    with writer(tracking) as store:
+        log(store, 1)
+        log(store, 2)
+        with closing(sqlite3.connect(tracking / "mlflow.db")) as database, database:
+            database.execute("UPDATE runs SET artifact_uri = ?", (outside.as_uri(),))
+        with pytest.raises(TrackingError, match=r"outside: artefacts of .* are not in "):
+            prune(store, 1, now=FIRST + timedelta(days=1000))
+    assert (outside / "precious").exists()
+
+
+def test_an_older_store_is_not_opened_but_upgraded_with_a_backup(old_store):
+    before = dump(old_store / "mlflow.db")
+    with (
+        pytest.raises(TrackingError, match=r"its schema 71994744cf8e is older than MLflow .*: run `kivi store upgrade`"),
+        writer(old_store),
+    ):
+        pass
+    assert dump(old_store / "mlflow.db") == before  # MLflow itself would have migrated it unasked
+    upgraded = upgrade(old_store)
+    assert (upgraded.before, upgraded.after) == ("71994744cf8e", known_revisions()[0])
+    assert dump(upgraded.backup / "mlflow.db") == before
+    with writer(old_store) as store:
+        (night,) = find_nights(store)
+        (cell,) = find_cells(store, night.info.run_id)
+        assert (night.info.run_name, night.info.status) == ("nightly 2025-10-02", "FINISHED")
+        assert cell.data.metrics["quality.kl_mean"] == 0.198
+        assert cell.data.params["spec"] == "kivi-k2v2-g32-r128-mlx"
+        assert len(store.client.get_metric_history(cell.info.run_id, "quality.logit_cosine")) == 10
+    again = upgrade(old_store)
+    assert (again.backup, again.sentence.endswith("nothing to do")) == (None, True)
+
+
+def test_an_upgrade_that_fails_half_way_leaves_the_store_as_it_was(old_store):
+    with closing(sqlite3.connect(old_store / "mlflow.db")) as database, database:
+        database.execute("DROP TABLE trace_info")  # a migration of this table is still to come
+    before = dump(old_store / "mlflow.db")
+    with pytest.raises(TrackingError, match=r"`mlflow db upgrade` failed, the store is as before: "):
+        upgrade(old_store)
+    assert dump(old_store / "mlflow.db") == before
+    assert not (old_store / "mlflow.db.upgrading").exists()
+
+
+def test_a_newer_store_is_refused_and_left_alone(tracking):
+    with closing(sqlite3.connect(tracking / "mlflow.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+    for act in (upgrade, lambda folder: writer(folder).__enter__()):
+        with pytest.raises(
+            TrackingError, match=r"its schema ffffffffffff is unknown to MLflow .*: install that one, or restore"
+        ):
+            act(tracking)
+    assert stored_revision(tracking / "mlflow.db") == "ffffffffffff"
+
+
+def test_a_store_that_a_server_has_open_is_not_replaced(old_store):
+    script = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT 1 FROM runs'); print(flush=True); input()"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", script, str(old_store / "mlflow.db")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        server.stdout.readline()
+        with pytest.raises(TrackingError, match=rf"process {server.pid} \(python.*\) has it open: stop MLflow's server"):
+            upgrade(old_store)
+        assert stored_revision(old_store / "mlflow.db") == "71994744cf8e"
+    finally:
+        server.communicate(b"\n", timeout=10)
+
+
+def test_an_upgraded_copy_appears_at_once(old_store, monkeypatch):
+    """A process that dies in the migration leaves the old database under its name."""
+    seen = []
+
+    def look(database):
+        seen.append((database.name, stored_revision(old_store / "mlflow.db")))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(upgrade_module, "_migrate", look)
+    with pytest.raises(KeyboardInterrupt):
+        upgrade(old_store)
+    assert seen == [("mlflow.db.upgrading", "71994744cf8e")]
+    assert stored_revision(old_store / "mlflow.db") == "71994744cf8e"
