@@ -9,13 +9,20 @@ LOCK := $(if $(filter cuda,$(MLX)),requirements-cuda.lock,requirements.lock)
 STAMP := $(VENV)/.installed-$(MLX)
 UV := $(BIN)/python -m uv
 
-.PHONY: nightly test check format lock setup blas clean
+.PHONY: nightly test up down check format lock setup blas clean
 
 nightly: setup
 	$(BIN)/kivi nightly
 
 test: check
 	$(BIN)/python -m pytest
+
+# Prefect, MLflow and a worker in the background, with the deployments of prefect.yaml. docs/operations.md says more.
+up: setup
+	@$(BIN)/python -m flows.servers up
+
+down:
+	@$(BIN)/python -m flows.servers down
 
 check: setup
 	$(BIN)/ruff check .

@@ -103,7 +103,8 @@ def _find_parent(store: TrackingStore, night: Night, refresh: bool) -> str:
         old = found[1:]
         client.update_run(parent_id, status="RUNNING")
     else:
-        parent_id = client.create_run(store.experiment_id, run_name=visible(night.title), tags=_night_tags(night)).info.run_id
+        tags = {**_night_tags(night), **writer_tag(store)}
+        parent_id = client.create_run(store.experiment_id, run_name=visible(night.title), tags=tags).info.run_id
         old = found
         client.log_batch(parent_id, params=[Param(name, value) for name, value in _night_params(night).items()])
     if night.flow_run_id:
@@ -165,7 +166,7 @@ def _find_cell(store: TrackingStore, parent_id: str, outcome: Outcome, content: 
     found = _search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.cell_key": outcome.cell.key})
     run = next((run for run in found if run.data.tags.get("kivi.result", "") in {content, ""}), None)
     if run is None:
-        tags = {"kivi.kind": "cell", "kivi.cell_key": outcome.cell.key, MLFLOW_PARENT_RUN_ID: parent_id}
+        tags = {"kivi.kind": "cell", "kivi.cell_key": outcome.cell.key, MLFLOW_PARENT_RUN_ID: parent_id, **writer_tag(store)}
         started = outcome.result.provenance.started.timestamp() if outcome.result else time.time()
         name = f"{outcome.cell.spec.slug} {visible(outcome.cell.prompt_set)}"
         run = store.client.create_run(store.experiment_id, start_time=int(started * 1000), tags=tags, run_name=name)
@@ -286,11 +287,16 @@ def roll_ups(night: Night, verdict: Verdict) -> Iterator[tuple[str, float]]:
 
 def _close_stale(store: TrackingStore, keep: str) -> None:
     """Close runs that a process left RUNNING when it died; this process holds the store, so no other is logging."""
-    for run in _search(store, {}, "attributes.status = 'RUNNING'"):
+    for run in _search(store, writer_tag(store), "attributes.status = 'RUNNING'"):
         tags = run.data.tags
         if "kivi.kind" in tags and keep not in {run.info.run_id, tags.get(MLFLOW_PARENT_RUN_ID)}:
             store.client.set_tag(run.info.run_id, "kivi.closed", "the process that logged this run ended before it was done")
             store.client.set_terminated(run.info.run_id, "KILLED")
+
+
+def writer_tag(store: TrackingStore) -> dict[str, str]:
+    """Return the tag that tells this process's runs from those of other machines, where several write."""
+    return {"kivi.writer": visible(store.writer).replace("'", "")} if store.writer else {}
 
 
 def _supersede(store: TrackingStore, run: Run, by: str) -> None:

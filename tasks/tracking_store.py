@@ -60,10 +60,14 @@ def writer(tracking_dir: Path) -> Iterator[TrackingStore]:
     RUNNING was left behind.
 
     Raises:
-        TrackingError: the folder cannot be written, another process keeps the lock, or the database is older or newer than
-            the installed MLflow.
+        TrackingError: the folder cannot be written, another process keeps the lock, the database is older or newer than
+            the installed MLflow, or the server does not answer.
     """
+    server = os.environ.get(TRACKING_URI)
     with hold(tracking_dir):
+        if server:
+            yield _open_server(tracking_dir, server)
+            return
         _create_database(tracking_dir)
         try:
             require_current(tracking_dir / DATABASE)
