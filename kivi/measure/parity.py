@@ -111,7 +111,7 @@ def check_parity(backend: Backend, spec: CacheSpec, cases: Sequence[Case], *, se
         seed: Of the inputs.
     """
     for index, case in enumerate(cases):
-        x = adversarial_input(case, seed + index)
+        x = adversarial_input(case, spec.key_bits, spec.value_bits, seed + index)
         yield _check(backend, spec, case, "round trip of keys", _roundtrip(backend, spec, x, -2))
         yield _check(backend, spec, case, "round trip of values", _roundtrip(backend, spec, x, -1))
         whole = x[..., : case.tokens // spec.group_size * spec.group_size, :]
@@ -122,21 +122,29 @@ def check_parity(backend: Backend, spec: CacheSpec, cases: Sequence[Case], *, se
             yield _check(backend, spec, case, "attention on codes", _attention(backend, spec, case, seed + index))
 
 
-def adversarial_input(case: Case, seed: int) -> mx.array:
+def adversarial_input(case: Case, key_bits: int, value_bits: int, seed: int) -> mx.array:
     """Return an input on which careless kernels differ from the definition.
 
-    Normal noise; a channel of large mean (scales suffer from rounding), a constant channel (division by zero), a channel on a
-    grid of quarters (exact halves between codes), one of tiny numbers (the floor of the scale).
+    Normal noise, with some channels (what keys are grouped by) and some tokens (values) of large mean, where scales suffer
+    from rounding; constant, which divides by zero; half way between codes; and tiny, below the floor of the scale.
     """
     x = _normal(case.shape, seed)
-    grid = mx.random.randint(0, 13, case.shape, key=mx.random.key(seed + 1)).astype(mx.float32) / 4
-    special = {1: 300 + x, 2: mx.full(case.shape, 3.5), 3: grid, 4: x * 1e-7}
-    channel = mx.arange(case.channels)
-    for index, column in special.items():
-        x = mx.where(channel % 16 == index, column, x)
+    channels, tokens = mx.arange(case.channels), mx.arange(case.tokens)[:, None]
+    for line, position, bits in ((channels, tokens, key_bits), (tokens, channels, value_bits)):
+        halves = _half_way(case, position, bits, seed + 1)
+        for index, special in enumerate((300 + x, mx.full(case.shape, 3.5), halves, x * 1e-7)):
+            x = mx.where(line % 16 == 3 * index + 1, special, x)
     x = x.astype(DTYPES[case.dtype])
     mx.eval(x)
     return x
+
+
+def _half_way(case: Case, position: mx.array, bits: int, seed: int) -> mx.array:
+    """Return numbers that lie on codes and half way between: every group spans 0 to the largest code, so its scale is 1."""
+    levels = (1 << bits) - 1
+    x = mx.random.randint(0, 2 * levels + 1, case.shape, key=mx.random.key(seed)) / 2
+    x = mx.where(position % 32 == 0, mx.array(0.0), x)  # every group size is a multiple of 32
+    return mx.where(position % 32 == 1, mx.array(float(levels)), x)
 
 
 Pairs = Callable[[], Iterator[tuple[mx.array, mx.array]]]

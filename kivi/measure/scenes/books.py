@@ -15,7 +15,7 @@ from kivi.spec import CacheSpec
 
 PARTS = ("key_codes", "key_params", "value_codes", "value_params", "residual", "full_precision")
 WITNESSED = 10  # times that MLX's own count of active memory is asked; each waits for the garbage collector
-GPU_PAGE, CPU_PAGE, MAPPED, HEADER = 16_384, 4096, 65_536, 64  # bytes; see _rounding
+GPU_PAGE, CPU_PAGE, HEADER = 16_384, 4096, 64  # bytes; see _rounding
 AT_ONCE = 2048  # tokens, for bytes a token in the long run
 
 SEED_SPEC: dict[str, Any] = {"key_bits": 2, "value_bits": 2, "group_size": 32, "residual_length": 32}
@@ -112,7 +112,8 @@ def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     prompt = subject.filled
     tokens = subject.tokens(prompt + settings.decode_steps, settings.seed + 1)
     every = max(1, settings.decode_steps // WITNESSED)
-    read(subject.fed(tokens.cut(0, 1)))  # whatever a first use keeps for good, such as compiled kernels
+    # What a first use keeps for good, such as compiled functions and their constants, is no part of a cache.
+    read(subject.fed(tokens, [prompt] + [1] * settings.decode_steps))
     before = settled_memory()
     cache = subject.make()
     feed(cache, tokens.cut(0, prompt))
@@ -145,10 +146,12 @@ def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
 
 
 def _rounding(array: mx.array) -> int:
-    """Return the most that MLX's allocator adds to an array: a GPU's pages; on a CPU the page that a mapped block ends in."""
-    if mx.default_device() == mx.gpu:
-        return GPU_PAGE
-    return CPU_PAGE if array.nbytes >= MAPPED else HEADER
+    """Return the most that MLX's allocator adds to an array.
+
+    It takes a buffer that was used before when that is less than twice the size and less than two pages larger.
+    """
+    page = GPU_PAGE if mx.default_device() == mx.gpu else CPU_PAGE
+    return min(array.nbytes + HEADER, 2 * page)
 
 
 def growth(subject: Subject, settings: SceneSettings, notes: Notes) -> None:

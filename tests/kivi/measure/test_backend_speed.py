@@ -1,0 +1,123 @@
+"""Speed by backend: arms take turns on equal inputs, new ones each round; what cannot run says why."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kivi.backends import BackendError
+from kivi.backends.mlx import MLXBackend
+from kivi.measure.backend_speed import Lane, SpeedSettings, time_lanes, time_operations
+from kivi.measure.monitor import Monitor
+from kivi.spec import CacheSpec
+
+SETTINGS = SpeedSettings(
+    rounds=3,
+    calls=2,
+    dtype="float32",
+    kv_heads=1,
+    query_heads=2,
+    head_dim=32,
+    flush_tokens=(32, 40),
+    contexts=(96,),
+)
+CASE: dict[str, Any] = {"operation": "round trip", "tokens": 1, "shape": "none", "dtype": "float32"}
+SPEC = CacheSpec.parse("kivi:bits=2,residual=32")
+
+
+def lane(arm: str, log: list[tuple[str, str, int]], *, own: bool = False, seconds: float = 0.0) -> Lane:
+    def prepare(index: int) -> Any:
+        log.append(("prepare", arm, index))
+
+        def run() -> mx.array:
+            log.append(("run", arm, index))
+            time.sleep(seconds)
+            return mx.zeros(1)
+
+        return run
+
+    return Lane(arm, own, prepare, 1)
+
+
+def test_arms_take_turns_and_the_one_that_starts_moves_on():
+    log: list[tuple[str, str, int]] = []
+    time_lanes([lane("a", log), lane("b", log), lane("c", log)], 3, "a", **CASE)
+    runs = [(arm, index) for what, arm, index in log if what == "run"]
+    assert runs[:3] == [("a", 3), ("b", 3), ("c", 3)]  # the warm-up, on a round of its own
+    assert runs[3:] == [(arm, index) for index, order in enumerate(("abc", "bca", "cab")) for arm in order]
+
+
+def test_ratios_pair_the_arms_of_a_round():
+    log: list[tuple[str, str, int]] = []
+    timed = time_lanes([lane("slow", log, seconds=0.04), lane("fast", log, seconds=0.01)], 3, "slow", **CASE)
+    slow, fast = timed.arms
+    assert slow.ratio.rounds == [1.0] * 3 and fast.ratio.median > 1.5
+    expected = [ours / theirs for ours, theirs in zip(slow.seconds.rounds, fast.seconds.rounds, strict=True)]
+    assert fast.ratio.rounds == pytest.approx(expected)
+    assert timed.baseline_spread == pytest.approx((slow.seconds.maximum - slow.seconds.minimum) / slow.seconds.median)
+
+
+def refusing(arm: str, error: Exception, *, own: bool) -> Lane:
+    def prepare(index: int) -> Any:
+        raise error
+
+    return Lane(arm, own, prepare, 1)
+
+
+def test_a_refusal_by_mlx_was_not_run_and_a_failing_kernel_failed():
+    words = "[quantized_matmul] No implementation for problem shape"
+    lanes = [
+        refusing("full", RuntimeError(words), own=False),
+        refusing("metal", RuntimeError("out of memory"), own=True),
+        refusing("cuda", BackendError("kernel attention failed"), own=True),
+        lane("mlx", []),
+    ]
+    timed = time_lanes(lanes, 2, "full", **CASE)
+    full, metal, cuda, mlx = timed.arms
+    assert words in full.not_run and not full.failed
+    assert "out of memory" in metal.failed and cuda.failed == "kernel attention failed" and not metal.not_run
+    assert mlx.seconds is not None and mlx.ratio is None and timed.baseline_spread is None
+
+
+def test_every_operation_is_timed_at_every_size():
+    cases = list(time_operations([MLXBackend()], SPEC, SETTINGS, Monitor()))
+    assert [(case.operation, case.tokens, case.baseline) for case in cases] == [
+        ("round trip", 32, "mlx"),
+        ("quantise and pack", 32, "mlx"),
+        ("round trip", 40, "mlx"),
+        ("quantise and pack", 32, "mlx"),
+        ("decode attention", 96, "full"),
+    ]
+    assert [arm.arm for arm in cases[0].arms] == ["mlx", "mlx compiled"]
+    assert [arm.arm for arm in cases[1].arms] == ["mlx", "mx.quantize"]
+    assert [arm.arm for arm in cases[4].arms] == ["full", "mlx"]
+    for case in cases:
+        assert all(arm.seconds and arm.seconds.minimum > 0 and len(arm.seconds.rounds) == 3 for arm in case.arms)
+
+
+def test_the_round_trip_cache_has_neither_codes_nor_attention_on_them():
+    cases = list(time_operations([MLXBackend()], CacheSpec.parse("kivi-roundtrip:bits=4"), SETTINGS, Monitor()))
+    assert [case.operation for case in cases] == ["round trip", "round trip"]
+
+
+class Notes(MLXBackend):
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[mx.array] = []
+
+    def group_roundtrip(self, x: mx.array, **rules: Any) -> mx.array:
+        self.seen.append(x)
+        return super().group_roundtrip(x, **rules)
+
+
+def test_no_two_timed_calls_get_the_same_input():
+    backend = Notes()
+    list(time_operations([backend], CacheSpec.parse("kivi-roundtrip:bits=4"), SETTINGS, Monitor()))
+    inputs = [x for x in backend.seen if x.shape[-2] == 32]
+    assert len(inputs) == (SETTINGS.rounds + 1) * SETTINGS.calls * 2
+    for index, x in enumerate(inputs):
+        assert not any(mx.array_equal(x, other).item() for other in inputs[:index])
