@@ -180,11 +180,10 @@ def _run(flow: Callable[[], Any]) -> NightResult:
         BaseException: what stopped the flow before it had a verdict.
     """
     from flows.progress import listening
-    from flows.terminal import log_to, progress
+    from flows.terminal import logging_to, progress
 
     console = Console(stderr=True)
-    log_to(console)
-    with progress(console) as shown, listening(shown):
+    with progress(console) as shown, logging_to(console), listening(shown):
         state = flow()
     result = state.result(raise_on_failure=False)
     if isinstance(result, BaseException):

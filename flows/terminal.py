@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +91,19 @@ def progress(console: Console) -> Bars | Lines:
     return Bars(console) if console.is_terminal else Lines(console)
 
 
-def log_to(console: Console) -> None:
+@contextmanager
+def logging_to(console: Console) -> Iterator[None]:
     """Show what the project's own code logs, such as what it waits for; Prefect's own lines stay out of the way."""
     handler = _ConsoleHandler(console)
     handler.addFilter(_OwnRecords())
-    for name in ("prefect.flow_runs", "prefect.task_runs", "tasks", "flows", "kivi"):
-        logging.getLogger(name).addHandler(handler)
-    for name in ("tasks", "flows", "kivi"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs", "tasks", "flows", "kivi")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 class _ConsoleHandler(logging.Handler):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from uuid import UUID
 
+from prefect import runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
 
 from flows.nightly import REASONS, final_state, nightly, scheduled_start
 from tasks.config import Thresholds, load_config
@@ -50,8 +52,8 @@ def test_it_is_one_parent_and_a_child_a_cell_in_mlflow(smoke_night):
 def test_prefect_shows_names_and_artifacts_that_a_person_can_read(smoke_night):
     result = smoke_night[1].result()
     with get_client(sync_client=True) as client:
-        run_id = result.night.flow_run_id
-        names = {run.name for run in client.read_task_runs(flow_run_filter={"id": {"any_": [run_id]}})}
+        run_id = UUID(result.night.flow_run_id)
+        names = {run.name for run in client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))}
         artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run_id])))
     assert "full on embedded × humaneval" in names
     assert {artifact.key for artifact in artifacts} >= {"smoke-report", "smoke-table", "smoke-page"}
@@ -111,5 +113,6 @@ def test_a_run_by_hand_is_named_for_the_day():
 
 def test_a_run_of_a_deployment_is_named_for_its_scheduled_start(monkeypatch):
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "d")
-    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__SCHEDULED_START_TIME", "2026-11-29T02:30:00+00:00")
+    due = datetime(2026, 11, 29, 2, 30, tzinfo=UTC)
+    monkeypatch.setitem(runtime.flow_run.FIELDS, "scheduled_start_time", lambda: due)
     assert scheduled_start() == "2026-11-29 02:30 UTC"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flows import nightly
 from flows.nightly import NightResult
-from flows.terminal import Bars, Lines, as_json, log_to, progress, show
+from flows.terminal import Bars, Lines, as_json, logging_to, progress, show
 from tasks import accelerator
 from tasks.config import NightlyConfig
 from tasks.gate import judge
@@ -110,17 +110,19 @@ def test_json_holds_verdict_results_and_places(make_result, make_night):
     assert printed["look"]["MLflow"] == "kivi ui"
 
 
-def test_logs_show_what_the_project_says_and_not_what_prefect_does(tmp_path):
+def test_logs_show_what_the_project_says_and_not_what_prefect_does(monkeypatch):
     console = Console(file=io.StringIO(), width=40)
-    log_to(console)
+    logger = logging.getLogger("prefect.task_runs")
     record = {"name": "prefect.task_runs", "lineno": 1, "args": (), "exc_info": None}
+    monkeypatch.setattr(logger, "handlers", [])  # Prefect's own want a server
     for pathname, level, message in (
         (accelerator.__file__, logging.INFO, "waits for the accelerator, which process 7 has \x1b[2J"),
         (nightly.__file__, logging.INFO, "found"),
         (nightly.__file__, logging.WARNING, "a result was truncated"),
         (prefect.__file__, logging.ERROR, "Finished in state Failed"),
     ):
-        logging.getLogger("prefect.task_runs").handle(logging.LogRecord(pathname=pathname, level=level, msg=message, **record))
+        with logging_to(console):
+            logger.handle(logging.LogRecord(pathname=pathname, level=level, msg=message, **record))
     assert console.file.getvalue().splitlines() == [
         "waits for the accelerator, which process 7 has \\x1b[2J",
         "a result was truncated",
