@@ -187,14 +187,25 @@ def _references(folder: Path, gigabytes: float) -> ReferenceStore:
 @contextmanager
 def _measuring(label: str, key: str, config: ModelConfig, deadline_s: float) -> Iterator[tuple[LoadedModel, Monitor]]:
     """Hold the accelerator and hand out the model and a monitor, whose deadline counts from then on. Failures get the label."""
+    with holding(label):
+        yield loaded_model(config), Monitor(Reporter(label, key), deadline_s)
+
+
+@contextmanager
+def holding(label: str) -> Iterator[None]:
+    """Hold the accelerator.
+
+    Raises:
+        CellError: whatever stopped what was done meanwhile; a person must read which measurement it was.
+    """
     try:
         with accelerator(label, log=_logger().info):
-            yield loaded_model(config), Monitor(_Reporter(label, key), deadline_s)
-    except Exception as error:  # whatever stops a measurement, a person must read which one it was
+            yield
+    except Exception as error:
         raise CellError(f"{label}: {str(error) or type(error).__name__}") from error
 
 
-class _Reporter:
+class Reporter:
     """Passes progress on: to whoever watches at once, to Prefect's artifact now and then."""
 
     def __init__(self, label: str, key: str) -> None:

@@ -41,10 +41,10 @@ def cell_figure(result: CellResult) -> str:
         _curve(kl, generation.step_kl, "teacher-forced", 0)
         _curve(cosine, generation.logit_cosine, "teacher-forced", 0)
         _curve(cosine, generation.logit_cosine_free, "free-running", 1)
-        _name_axes(kl, "KL from the full cache", "decode step", "nats")
-        _name_axes(cosine, "cosine of the logits", "decode step", "")
+        name_axes(kl, "KL from the full cache", "decode step", "nats")
+        name_axes(cosine, "cosine of the logits", "decode step", "")
         cosine.legend()
-        return _svg(figure)
+        return svg(figure)
 
 
 def step_figure(results: Sequence[CellResult]) -> str:
@@ -56,10 +56,10 @@ def step_figure(results: Sequence[CellResult]) -> str:
             _curve(kl, result.generation.step_kl, result.spec.slug, index)
             _curve(cosine, result.generation.logit_cosine, result.spec.slug, index)
         _log_scale(kl, (value for result in results for value in result.generation.step_kl))
-        _name_axes(kl, "KL from the full cache", "decode step", "nats")
-        _name_axes(cosine, "cosine of the logits", "decode step", "")
-        _legend_below(figure, kl)
-        return _svg(figure)
+        name_axes(kl, "KL from the full cache", "decode step", "nats")
+        name_axes(cosine, "cosine of the logits", "decode step", "")
+        legend_below(figure, kl)
+        return svg(figure)
 
 
 def depth_figure(results: Sequence[CellResult]) -> str:
@@ -70,11 +70,13 @@ def depth_figure(results: Sequence[CellResult]) -> str:
         for index, result in enumerate(results):
             buckets = result.quality.by_depth
             middles = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
-            axes.plot(middles, [bucket.kl_mean for bucket in buckets], label=result.spec.slug, **_line(index), markersize=4)
+            axes.plot(
+                middles, [bucket.kl_mean for bucket in buckets], label=result.spec.slug, **line_style(index), markersize=4
+            )
         _log_scale(axes, (bucket.kl_mean for result in results for bucket in result.quality.by_depth))
-        _name_axes(axes, "KL from the full cache by position", "position", "nats")
-        _legend_below(figure, axes)
-        return _svg(figure)
+        name_axes(axes, "KL from the full cache by position", "position", "nats")
+        legend_below(figure, axes)
+        return svg(figure)
 
 
 def pareto_figure(results: Sequence[CellResult]) -> str:
@@ -84,7 +86,7 @@ def pareto_figure(results: Sequence[CellResult]) -> str:
         axes = figure.subplots()
         for index, result in enumerate(results):
             quality, interval = result.quality, result.quality.kl_interval
-            style = _line(index)
+            style = line_style(index)
             point = (result.memory.bytes_per_token, quality.kl_mean)
             axes.plot(*point, label=result.spec.slug, **{**style, "linestyle": "none"}, markersize=7)
             if interval is not None:
@@ -92,19 +94,20 @@ def pareto_figure(results: Sequence[CellResult]) -> str:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         _log_scale(axes, (result.quality.kl_mean for result in results))
-        _name_axes(
+        name_axes(
             axes, "memory against quality (down and left is better)", "resident bytes a token, all layers", "mean KL, nats"
         )
-        _legend_below(figure, axes)
-        return _svg(figure)
+        legend_below(figure, axes)
+        return svg(figure)
 
 
-def _line(index: int) -> dict[str, Any]:
+def line_style(index: int) -> dict[str, Any]:
+    """Return colour and marker of the line with this number."""
     return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)]}
 
 
 def _curve(axes: Axes, values: Sequence[float], label: str, index: int) -> None:
-    axes.plot(range(len(values)), values, label=label, **_line(index), markersize=3, linewidth=1)
+    axes.plot(range(len(values)), values, label=label, **line_style(index), markersize=3, linewidth=1)
 
 
 def _log_scale(axes: Axes, values: Iterable[float]) -> None:
@@ -115,20 +118,22 @@ def _log_scale(axes: Axes, values: Iterable[float]) -> None:
         axes.set_ylim(bottom=-min(positive) / 4)
 
 
-def _name_axes(axes: Axes, title: str, x: str, y: str) -> None:
+def name_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Give a panel its title, the names of its axes and a faint grid."""
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
 
 
-def _legend_below(figure: Figure, axes: Axes) -> None:
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """Put one legend under all panels, with what ``axes`` shows."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     """Return the figure as one ``<svg>`` element, without the XML prologue and without a date."""
     buffer = io.StringIO()
     figure.savefig(

@@ -87,17 +87,17 @@ def finish_night(
 
 def find_nights(store: TrackingStore) -> list[Run]:
     """Return the parents, newest first, without those that were superseded."""
-    return _search(store, {"kivi.kind": "matrix"})
+    return search(store, {"kivi.kind": "matrix"})
 
 
 def find_cells(store: TrackingStore, parent_id: str) -> list[Run]:
     """Return the cells of a matrix, without those that were superseded."""
-    return _search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.kind": "cell"})
+    return search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.kind": "cell"})
 
 
 def _find_parent(store: TrackingStore, night: Night, refresh: bool) -> str:
     client = store.client
-    found = _search(store, {"kivi.kind": "matrix", "kivi.night_key": night.key})
+    found = search(store, {"kivi.kind": "matrix", "kivi.night_key": night.key})
     if found and not refresh:
         parent_id: str = found[0].info.run_id
         old = found[1:]
@@ -163,7 +163,7 @@ def _log_outcome(store: TrackingStore, parent_id: str, outcome: Outcome, prompts
 
 def _find_cell(store: TrackingStore, parent_id: str, outcome: Outcome, content: str) -> Run:
     """Return the run that holds this very result, or an unfinished one without a result, or a new one."""
-    found = _search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.cell_key": outcome.cell.key})
+    found = search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.cell_key": outcome.cell.key})
     run = next((run for run in found if run.data.tags.get("kivi.result", "") in {content, ""}), None)
     if run is None:
         tags = {"kivi.kind": "cell", "kivi.cell_key": outcome.cell.key, MLFLOW_PARENT_RUN_ID: parent_id, **writer_tag(store)}
@@ -287,7 +287,7 @@ def roll_ups(night: Night, verdict: Verdict) -> Iterator[tuple[str, float]]:
 
 def _close_stale(store: TrackingStore, keep: str) -> None:
     """Close runs that a process left RUNNING when it died; this process holds the store, so no other is logging."""
-    for run in _search(store, writer_tag(store), "attributes.status = 'RUNNING'"):
+    for run in search(store, writer_tag(store), "attributes.status = 'RUNNING'"):
         tags = run.data.tags
         if "kivi.kind" in tags and keep not in {run.info.run_id, tags.get(MLFLOW_PARENT_RUN_ID)}:
             store.client.set_tag(run.info.run_id, "kivi.closed", "the process that logged this run ended before it was done")
@@ -307,7 +307,7 @@ def _supersede(store: TrackingStore, run: Run, by: str) -> None:
         client.set_terminated(run_id, "KILLED")
 
 
-def _search(store: TrackingStore, tags: Mapping[str, str], extra: str = "") -> list[Run]:
+def search(store: TrackingStore, tags: Mapping[str, str], extra: str = "") -> list[Run]:
     """Return the runs with all of ``tags`` that were not superseded, newest first."""
     clauses = [f"tags.`{name}` = '{value}'" for name, value in tags.items()]
     runs: list[Run] = []

@@ -53,8 +53,8 @@ def database_uri(tracking_dir: Path) -> str:
 
 
 @contextmanager
-def writer(tracking_dir: Path) -> Iterator[TrackingStore]:
-    """Open the store of ``tracking_dir``, making it when it is new, as its only writer.
+def writer(tracking_dir: Path, experiment: str = EXPERIMENT) -> Iterator[TrackingStore]:
+    """Open the store of ``tracking_dir``, making it when it is new, as its only writer; runs go to ``experiment``.
 
     The lock is the kernel's, so it ends with the process that holds it: whoever gets it knows that a run which is still
     RUNNING was left behind.
@@ -66,14 +66,14 @@ def writer(tracking_dir: Path) -> Iterator[TrackingStore]:
     server = os.environ.get(TRACKING_URI)
     with hold(tracking_dir):
         if server:
-            yield _open_server(tracking_dir, server)
+            yield _open_server(tracking_dir, server, experiment)
             return
         _create_database(tracking_dir)
         try:
             require_current(tracking_dir / DATABASE)
         except SchemaError as error:
             raise TrackingError(str(error)) from None
-        yield _open(tracking_dir)
+        yield _open(tracking_dir, experiment)
 
 
 @contextmanager
@@ -112,14 +112,14 @@ def _create_database(tracking_dir: Path) -> None:
     partial.replace(tracking_dir / DATABASE)
 
 
-def _open(tracking_dir: Path) -> TrackingStore:
+def _open(tracking_dir: Path, name: str) -> TrackingStore:
     uri = database_uri(tracking_dir)
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        experiment = client.get_experiment_by_name(EXPERIMENT)
+        experiment = client.get_experiment_by_name(name)
         if experiment is None:
             location = (tracking_dir.resolve() / ARTIFACTS).as_uri()
-            return TrackingStore(tracking_dir, client, client.create_experiment(EXPERIMENT, artifact_location=location))
+            return TrackingStore(tracking_dir, client, client.create_experiment(name, artifact_location=location))
     except MlflowException as error:
         raise TrackingError(f"{tracking_dir / DATABASE}: MLflow cannot open it: {error.message}") from None
     except SQLAlchemyError as error:
@@ -130,24 +130,24 @@ def _open(tracking_dir: Path) -> TrackingStore:
     return TrackingStore(tracking_dir, client, experiment.experiment_id)
 
 
-def _open_server(tracking_dir: Path, uri: str) -> TrackingStore:
+def _open_server(tracking_dir: Path, uri: str, name: str) -> TrackingStore:
     if not uri.startswith(("http://", "https://")):
         raise TrackingError(f"{TRACKING_URI}={uri!r}: expected the address of an MLflow server, http://... or https://...")
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     try:
-        experiment = client.get_experiment_by_name(EXPERIMENT)
-        experiment_id = _create_experiment(client) if experiment is None else experiment.experiment_id
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = _create_experiment(client, name) if experiment is None else experiment.experiment_id
     except MlflowException as error:
         raise TrackingError(f"the MLflow server does not take this night: {error.message}") from error
     return TrackingStore(tracking_dir, client, experiment_id, writer=f"{platform.node()}:{tracking_dir.resolve()}")
 
 
-def _create_experiment(client: MlflowClient) -> str:
+def _create_experiment(client: MlflowClient, name: str) -> str:
     """Create the experiment, or find the one that another machine has created in the meantime."""
     try:
-        created: str = client.create_experiment(EXPERIMENT)
+        created: str = client.create_experiment(name)
     except MlflowException:
-        found = client.get_experiment_by_name(EXPERIMENT)
+        found = client.get_experiment_by_name(name)
         if found is None:
             raise
         return str(found.experiment_id)
