@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
+from prefect.futures import wait
 
 from kivi.measure.results import CellResult
 from tasks.cells import CellError, loaded_model, run_cell, run_throughput, watch
@@ -129,41 +129,33 @@ def test_progress_goes_to_whoever_watches(tiny_models: Any, story: PromptSet, st
     assert {label for label, *_ in seen} == {cell.label}
     assert len({stage for _, stage, *_ in seen}) >= 2
     assert all(0 <= done <= total for *_, done, total in seen)
-    run_cell.fn(cell, story, store, refresh=True)
     count = len(seen)
-    assert len(seen) == count
+    run_cell.fn(cell, story, store, refresh=True)
+    assert len(seen) == count  # nobody watches any more
 
 
-@pytest.fixture
-def flow_runs(prefect_server: None) -> Iterator[Callable[[Any], list[Any]]]:
-    """Return the task runs of a flow's run, as Prefect's server has them."""
-
-    def runs(flow_run_id: Any) -> list[Any]:
-        with get_client(sync_client=True) as client:
-            return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
-
-    yield runs
-
-
-def test_prefect_shows_cells_by_their_names_and_failures_as_failed(
-    tiny_models: Any, story: PromptSet, store: ResultStore, flow_runs: Any
+def test_prefect_shows_cells_by_their_names_with_progress_and_failures_as_failed(
+    tiny_models: Any, story: PromptSet, store: ResultStore, prefect_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tasks.cells.ARTIFACT_S", 0.1)
     good = cells_of(tiny_models(0), story)[1]
     bad = cells_of(tiny_models(0), story, score={"length": 1_000_000})[1]
     seen: list[str] = []
 
     @flow(name="night")
-    def night() -> tuple[Any, list[Any]]:
-        from prefect.context import get_run_context
-
+    def night() -> tuple[Any, list[str]]:
         with watch(lambda label, *_: seen.append(label)):
             futures = [run_cell.submit(cell, story, store) for cell in (good, bad)]
-            states = [future.wait() or future.state for future in futures]
-        return get_run_context().flow_run.id, [state.type.value for state in states]  # type: ignore[union-attr]
+            wait(futures)
+        return runtime.flow_run.id, [future.state.type.value for future in futures]
 
     flow_run_id, states = night()
     assert states == ["COMPLETED", "FAILED"]
     assert set(seen) == {good.label}
-    named = {run.name: run.state.message or "" for run in flow_runs(flow_run_id)}
-    assert set(named) == {good.label, bad.label}
     assert store.read(good.key, CellResult) is not None
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
+        filters = ArtifactFilter(key=ArtifactFilterKey(any_=[f"cell-{good.key}"]))
+        (artifact,) = client.read_artifacts(artifact_filter=filters)
+    assert {run.name for run in runs} == {good.label, bad.label}
+    assert artifact.type == "progress" and artifact.description.startswith(f"{good.label}: ")
