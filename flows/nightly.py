@@ -10,14 +10,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, runtime, task
+from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
+from prefect.states import Cancelled, Completed, Failed
 
+from flows.fan_out import FannedOut, fan_out
+from flows.outdated import newer_run
 from flows.progress import listener
 from kivi.models import check_model
-from tasks.cells import CellError, loaded_model, run_cell, run_throughput, watch
+from tasks.cells import CellError, loaded_model, run_cell, run_throughput, throughput_key, watch
 from tasks.config import Config, ModelConfig, NightlyConfig
 from tasks.gate import Verdict, gate
 from tasks.night import Night, Outcome, PromptSource
@@ -60,13 +62,17 @@ def nightly(config: NightlyConfig, tracking_dir: Path = Path("mlruns"), refresh:
     """Measure a matrix of models, prompt sets and caches against each model's full-precision cache.
 
     The state is Completed when every cell passed its limits and Failed otherwise, with the verdict as message. Run again
-    on the same night it finds what is finished and measures what is not.
+    on the same night it finds what is finished and measures what is not. A run that comes late, when a later one of its
+    schedule is due already, is Cancelled.
 
     Args:
         config: The matrix, how much is measured, and what passes.
         tracking_dir: Folder of the MLflow store, of finished results and of reports.
         refresh: Measure everything anew; runs of before are tagged as superseded.
     """
+    outdated = newer_run()
+    if outdated:
+        return Cancelled(message=outdated)
     return run_matrix(config, tracking_dir, refresh)
 
 
@@ -83,23 +89,29 @@ def run_matrix(config: NightlyConfig, tracking_dir: Path, refresh: bool) -> Stat
         planned = plan(config, prompt_sets, models, night=scheduled)
     listener().planned(planned)
     by_name = {prompts.name: prompts for prompts in prompt_sets}
+    night = Night(
+        name=config.name,
+        scheduled=scheduled,
+        outcomes=(),
+        skipped=planned.skipped,
+        prompt_sets=tuple(describe(prompts) for prompts in prompt_sets),
+        flow_run_id=str(runtime.flow_run.id or ""),
+    )
+    fanned = FannedOut()
+    if config.fan_out == "workers":
+        with clock.part("workers"):
+            log = get_run_logger().warning
+            fanned = fan_out(config, planned, night, store, tracking_dir, refresh=refresh, log=log)
+        refresh = False  # what workers have measured anew is found from here on
     outcomes: list[Outcome] = []
     with watch(listener().step):
         for cells in planned.groups:  # a model is loaded once: its cells run, and are timed, in a row
             prompts = by_name[cells[0].prompt_set]
             with clock.part("cells"):
-                group = [measure(cell, prompts, store, config.reference_gb, refresh) for cell in cells]
+                group = [measure(cell, prompts, store, config.reference_gb, refresh, fanned) for cell in cells]
             with clock.part("throughput"):
-                outcomes += add_throughput(group, prompts, store, refresh)
-    night = Night(
-        name=config.name,
-        scheduled=scheduled,
-        outcomes=tuple(outcomes),
-        skipped=planned.skipped,
-        prompt_sets=tuple(describe(prompts) for prompts in prompt_sets),
-        seconds=clock.seconds,
-        flow_run_id=str(runtime.flow_run.id or ""),
-    )
+                outcomes += add_throughput(group, prompts, store, refresh, fanned)
+    night = night.model_copy(update={"outcomes": tuple(outcomes), "seconds": clock.seconds})
     with writer(tracking_dir) as tracking:
         run_id = track(tracking, night, refresh)
         verdict = gate(night, config)
@@ -114,24 +126,35 @@ def run_matrix(config: NightlyConfig, tracking_dir: Path, refresh: bool) -> Stat
     return final_state(result)
 
 
-def measure(cell: Cell, prompts: PromptSet, store: ResultStore, reference_gb: float, refresh: bool) -> Outcome:
-    """Run one cell; whatever stops it becomes its outcome, so that the others run."""
+def measure(
+    cell: Cell, prompts: PromptSet, store: ResultStore, reference_gb: float, refresh: bool, fanned: FannedOut
+) -> Outcome:
+    """Run one cell; whatever stops it becomes its outcome, so that the others run. What workers have done is not done again."""
+    if cell.key in fanned.failed:
+        outcome = Outcome(cell=cell, error=fanned.failed[cell.key].removeprefix(f"{cell.label}: "))
+        listener().finished(outcome)
+        return outcome
     state = run_cell(cell, prompts, store, reference_gb=reference_gb, refresh=refresh, return_state=True)
     if state.is_completed():
         finished = state.result()
-        outcome = Outcome(cell=cell, result=finished.result, reused=finished.reused)
+        outcome = Outcome(cell=cell, result=finished.result, reused=finished.reused and cell.key not in fanned.measured)
     else:
         outcome = Outcome(cell=cell, **explain(cell.label, state))
     listener().finished(outcome)
     return outcome
 
 
-def add_throughput(group: list[Outcome], prompts: PromptSet, store: ResultStore, refresh: bool) -> list[Outcome]:
+def add_throughput(
+    group: list[Outcome], prompts: PromptSet, store: ResultStore, refresh: bool, fanned: FannedOut
+) -> list[Outcome]:
     """Time the caches of the cells that have a result, interleaved; a cell that cannot be timed keeps its other figures."""
     cells = [outcome.cell for outcome in group if outcome.result is not None]
     if not cells:
         return group
     label = f"{cells[0].model.name} × {prompts.name}"
+    if throughput_key(cells) in fanned.failed:
+        failure = {"error": fanned.failed[throughput_key(cells)]}
+        return [outcome.model_copy(update=failure) if outcome.result else outcome for outcome in group]
     state = run_throughput(label, cells, prompts, store, refresh=refresh, return_state=True)
     if not state.is_completed():
         failure = explain(f"throughput of {label}", state)

@@ -1,4 +1,4 @@
-"""The servers of one machine, for ``make up`` and ``make down``: Prefect, MLflow, and a worker that runs the deployments.
+"""The servers of one machine, for ``make up`` and ``make down``: Prefect, MLflow, and workers for the deployments.
 
 They are configured as Prefect and MLflow always are, by their own environment variables; what is not set is local:
 
@@ -24,12 +24,14 @@ import httpx
 
 from flows.background import Background, Process, ServerError, free_port
 from flows.deployments import POOL, deploy
+from tasks.fan_out import POOL as CELLS_POOL
 from tasks.places import ARTIFACTS, UI_PORT
 from tasks.tracking_store import TRACKING_URI, database_uri, writer
 
 HOST = "127.0.0.1"
 PREFECT_PORT = 4200
-NAMES = ("prefect", "mlflow", "worker")
+NAMES = ("prefect", "mlflow", "worker", "cells")
+QUERY_S = "2"  # between two looks of a worker for work; Prefect's 10 s would be the idle time between short cells
 BACKEND = "MLFLOW_BACKEND_STORE_URI"
 
 
@@ -60,8 +62,10 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
     mlflow = processes.running("mlflow") or _start_mlflow(processes, tracking_dir)
     processes.wait(prefect, lambda: answers(f"{prefect.address}/api/health"))
     processes.wait(mlflow, lambda: answers(f"{mlflow.address}/health"))
-    worker = processes.running("worker") or _start_worker(processes, prefect, mlflow)
-    processes.wait(worker, lambda: worker_is_online(prefect.address))
+    worker = processes.running("worker") or _start_worker(processes, prefect, mlflow, "worker", POOL)
+    cells = processes.running("cells") or _start_worker(processes, prefect, mlflow, "cells", CELLS_POOL, "--limit", "1")
+    processes.wait(worker, lambda: worker_is_online(prefect.address, POOL))
+    processes.wait(cells, lambda: worker_is_online(prefect.address, CELLS_POOL))
     deploy(f"{prefect.address}/api", project, _home(processes))
     return Addresses(prefect.address, mlflow.address)
 
@@ -75,7 +79,7 @@ def down(tracking_dir: Path) -> list[str]:
 def state(tracking_dir: Path) -> Iterator[tuple[str, Process, str]]:
     """Yield for each recorded process its name, the record, and what is wrong with it, nothing when all is well."""
     processes = background(tracking_dir)
-    for name, path in (("prefect", "/api/health"), ("mlflow", "/health"), ("worker", "")):
+    for name, path in (("prefect", "/api/health"), ("mlflow", "/health"), ("worker", ""), ("cells", "")):
         recorded = processes.recorded(name)
         if recorded is None:
             continue
@@ -95,10 +99,10 @@ def answers(url: str) -> bool:
         return False
 
 
-def worker_is_online(prefect: str) -> bool:
+def worker_is_online(prefect: str, pool: str) -> bool:
     """Return whether this machine's worker has reported to the Prefect server."""
     try:
-        found = httpx.post(f"{prefect}/api/work_pools/{POOL}/workers/filter", json={}, timeout=5)
+        found = httpx.post(f"{prefect}/api/work_pools/{pool}/workers/filter", json={}, timeout=5)
         return found.is_success and any(
             worker["name"] == platform.node() and worker["status"] == "ONLINE" for worker in found.json()
         )
@@ -126,13 +130,13 @@ def _start_mlflow(processes: Background, tracking_dir: Path) -> Process:
     return processes.start("mlflow", command, settings, f"http://{host}:{port}")
 
 
-def _start_worker(processes: Background, prefect: Process, mlflow: Process) -> Process:
-    name = platform.node()
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
+def _start_worker(processes: Background, prefect: Process, mlflow: Process, name: str, pool: str, *options: str) -> Process:
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--pool", pool]
     settings = {**_home(processes), "PREFECT_API_URL": f"{prefect.address}/api"}
+    settings.setdefault("PREFECT_WORKER_QUERY_SECONDS", QUERY_S)
     if BACKEND in os.environ:
         settings.setdefault(TRACKING_URI, mlflow.address)
-    return processes.start("worker", command, settings)
+    return processes.start(name, [*command, "--name", platform.node(), *options], settings)
 
 
 def _listen(prefix: str, default: int) -> tuple[str, int]:

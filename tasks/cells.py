@@ -131,7 +131,7 @@ def run_throughput(
         CellError: the timing failed as a whole, or ran past the cells' deadlines together.
         StoreError: a result could not be kept.
     """
-    key = "throughput-" + content_hash(sorted(cell.key for cell in cells))
+    key = throughput_key(cells)
     timings = None if refresh else store.read(key, ThroughputResult)
     reused = timings is not None
     if timings is None:
@@ -145,6 +145,11 @@ def run_throughput(
         timings = ThroughputResult(cell_key=key, arms=arms)
         store.write(timings)
     return _merge(cells, timings, store, reused)
+
+
+def throughput_key(cells: Sequence[Cell]) -> str:
+    """Return the key of the timings of just these cells."""
+    return "throughput-" + content_hash(sorted(cell.key for cell in cells))
 
 
 def _merge(cells: Sequence[Cell], timings: ThroughputResult, store: ResultStore, reused: bool) -> Timed:

@@ -127,7 +127,9 @@ def _read_spec(value: Any) -> Any:
 
 Model = Annotated[ModelConfig, BeforeValidator(_read_model, json_schema_input_type=str | ModelConfig)]
 Prompts = Annotated[PromptSetConfig, BeforeValidator(_read_prompt_set, json_schema_input_type=str | PromptSetConfig)]
-Spec = Annotated[CacheSpec, BeforeValidator(_read_spec, json_schema_input_type=str | CacheSpec)]
+# What Prefect's server can check of a spec before any code of ours sees it.
+SpecText = Annotated[str, Field(pattern=r"^(full|kivi|kivi-roundtrip|mlx-quantized)(:.*)?$")]
+Spec = Annotated[CacheSpec, BeforeValidator(_read_spec, json_schema_input_type=SpecText | CacheSpec)]
 
 
 class NightlyConfig(Config):
@@ -147,6 +149,12 @@ class NightlyConfig(Config):
         "when empty each spec says itself, and what it names is required",
     )
     measure: MeasureSettings = Field(MeasureSettings(), description="how much is measured")
+    fan_out: Literal["local", "workers"] = Field(
+        "local", description="local: cells run one after another here; workers: each is a run of the deployment cell/cell"
+    )
+    queue: str | None = Field(
+        None, min_length=1, description="with fan_out: workers, the work queue to use, e.g. of one class of device"
+    )
     reference_gb: float = Field(
         8,
         ge=0,

@@ -46,6 +46,19 @@ class Cell(Config):
     settings: MeasureSettings
 
 
+class Circumstances(Config):
+    """What a cell's key holds beside the cell: who measures with what."""
+
+    device: tuple[str, str] = Field(description="class of device, and its BLAS")
+    packages: dict[str, str] = Field(description="versions")
+    code: str = Field(description="hash of the sources that can change a result")
+
+
+def circumstances() -> Circumstances:
+    """Return what this machine would measure with."""
+    return Circumstances(device=(machine.device(), kivi.BLAS), packages=machine.packages(), code=code_version())
+
+
 class Skipped(Config):
     """A cell that is left out, and why."""
 
@@ -178,9 +191,7 @@ def cell_key(model: ModelIdentity, prompts: PromptSet, spec: CacheSpec, settings
             "prompts": [prompts.name, prompts.sha256, model.chat_template if prompts.chats else ""],
             "spec": spec.model_dump(mode="json"),
             "measure": settings.model_dump(mode="json", exclude={"deadline_s"}),
-            "packages": machine.packages(),
-            "code": code_version(),
-            "device": [machine.device(), kivi.BLAS],
+            **circumstances().model_dump(mode="json"),
             "night": night,
         }
     )

@@ -49,7 +49,7 @@ def log_night(store: TrackingStore, night: Night, refresh: bool = False) -> str:
         night: The night; failed cells get a FAILED run with their error.
         refresh: Make a new parent even when the night was logged before.
     """
-    parent_id = _find_parent(store, night, refresh)
+    parent_id = open_night(store, night, refresh)
     _close_stale(store, keep=parent_id)
     for prompts in night.prompt_sets:
         _log_dataset(store, parent_id, prompts)
@@ -95,13 +95,16 @@ def find_cells(store: TrackingStore, parent_id: str) -> list[Run]:
     return search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.kind": "cell"})
 
 
-def _find_parent(store: TrackingStore, night: Night, refresh: bool) -> str:
+def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str:
+    """Return the run id of a night's parent, made or found and RUNNING from now on; see :func:`log_night`."""
     client = store.client
     found = search(store, {"kivi.kind": "matrix", "kivi.night_key": night.key})
     if found and not refresh:
         parent_id: str = found[0].info.run_id
         old = found[1:]
         client.update_run(parent_id, status="RUNNING")
+        if "kivi.closed" in found[0].data.tags:
+            client.delete_tag(parent_id, "kivi.closed")
     else:
         tags = {**_night_tags(night), **writer_tag(store)}
         parent_id = client.create_run(store.experiment_id, run_name=visible(night.title), tags=tags).info.run_id
