@@ -20,12 +20,12 @@ from tasks import places
 from tasks.escape import visible
 from tasks.night import Outcome
 from tasks.plan import Plan
-from tasks.table import HEADINGS, Row, rows, show_seconds
+from tasks.table import HEADINGS, Row, columns, rows, show_seconds
 from tasks.tracking_store import EXPERIMENT
 
 STYLES = {"pass": "green", "good": "green", "marginal": "yellow", "fail": "red", "failed": "red", "bad": "red"}
 NARROW = 100  # columns below which the table keeps only what fits
-NARROW_COLUMNS = ("cache", "compression", "kl", "flips", "verdict")
+NARROW_COLUMNS = ("cache", "verdict", "compression", "kl", "flips", "on")
 DEFAULT_TRACKING_DIR = Path("mlruns")
 
 
@@ -156,12 +156,8 @@ def where_to_look(result: NightResult, tracking_dir: Path) -> dict[str, str]:
 
 
 def table(lines: list[Row], title: str, *, narrow: bool) -> Table:
-    """Return the table of a night; a narrow one has fewer columns, and leaves out what all cells share."""
-    names = [name for name in Row._fields if not narrow or name in NARROW_COLUMNS]
-    if len({line.on for line in lines}) > 1:
-        names = [name for name in Row._fields if name in {*names, "on"}]
-    elif "on" in names:
-        names.remove("on")
+    """Return the table of a night; a narrow one has fewer columns."""
+    names = [name for name in columns(lines) if not narrow or name in NARROW_COLUMNS]
     shown = Table(title=Text(_title(lines, title)), title_justify="left")
     for name in names:
         left = name in {"cache", "on", "tier", "verdict"}

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from kivi.measure.results import CellResult
 from tasks.escape import visible
+from tasks.table import NOISE
 
 INK = "#010203"  # a colour that nothing else has, replaced by currentColor
 # Okabe and Ito's palette without black and yellow: told apart with colour blindness and on light and dark alike.
@@ -111,11 +112,12 @@ def _curve(axes: Axes, values: Sequence[float], label: str, index: int) -> None:
 
 
 def _log_scale(axes: Axes, values: Iterable[float]) -> None:
-    """Scale y logarithmically above the smallest value, linearly below: a cache without error has KL 0."""
-    positive = [value for value in values if value > 0]
-    if positive:
-        axes.set_yscale("symlog", linthresh=min(positive), linscale=0.5)
-        axes.set_ylim(bottom=-min(positive) / 4)
+    """Scale y logarithmically above the noise of float32, linearly below: a cache without error has KL 0."""
+    largest = max(values, default=0.0)
+    if largest > NOISE:
+        axes.set_yscale("symlog", linthresh=NOISE, linscale=0.5)
+        axes.set_ylim(bottom=-NOISE / 4, top=3 * largest)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def name_axes(axes: Axes, title: str, x: str, y: str) -> None:

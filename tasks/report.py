@@ -25,7 +25,7 @@ from tasks.escape import markdown, visible
 from tasks.figures import depth_figure, panel_title, pareto_figure, step_figure
 from tasks.gate import Verdict
 from tasks.night import Night
-from tasks.table import HEADINGS, LEGEND, TIERS, Row, rows, show_seconds
+from tasks.table import HEADINGS, LEGEND, TIERS, columns, rows, show_seconds
 
 SAMPLES = 2  # continuations shown a cell
 LONGEST_SAMPLE = 600  # characters
@@ -70,7 +70,7 @@ def build_report(
         parent_id: The night's run.
         cell_ids: The cells' runs, for the compare link.
     """
-    figures = _figures(night.results)
+    figures, lines = _figures(night.results), rows(night, verdict)
     linked = {}
     if experiment_id:
         linked = {
@@ -80,8 +80,9 @@ def build_report(
     content: dict[str, Any] = {
         "night": night,
         "verdict": verdict,
-        "headings": HEADINGS,
-        "rows": rows(night, verdict),
+        "headings": HEADINGS._asdict(),
+        "columns": columns(lines),
+        "rows": [line._asdict() for line in lines],
         "legend": LEGEND,
         "tiers": "; ".join(f"{name} {good:g} and {bad:g}" for name, (good, bad) in TIERS.items()),
         "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
@@ -174,4 +175,4 @@ def _visible_lines(text: str, longest: int) -> str:
 report = task(name="report", cache_policy=NO_CACHE)(build_report)
 publish = task(name="publish", cache_policy=NO_CACHE)(publish_artifacts)
 
-__all__ = ["Report", "Row", "build_report", "publish", "publish_artifacts", "report"]
+__all__ = ["Report", "build_report", "publish", "publish_artifacts", "report"]

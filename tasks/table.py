@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kivi.measure.results import CellResult, Quality
@@ -20,26 +21,26 @@ class Row(NamedTuple):
     """One cell as texts, safe to show; ``–`` where nothing was measured."""
 
     cache: str
-    on: str
+    verdict: str
     resident: str
     compression: str
     kl: str
     tier: str
     flips: str
     decode: str
-    verdict: str
+    on: str
 
 
 HEADINGS = Row(
     cache="cache",
-    on="model and prompts",
+    verdict="verdict",
     resident="resident",
     compression="smaller",
     kl="KL, nats (95 %)",
     tier="tier",
     flips="flips",
     decode="decode",
-    verdict="verdict",
+    on="model and prompts",
 )
 LEGEND = (
     "resident: bytes of the live cache arrays after the generation context. smaller: full precision over resident. "
@@ -51,6 +52,12 @@ LEGEND = (
 def rows(night: Night, verdict: Verdict) -> list[Row]:
     """Return a row a cell, in the order of the plan."""
     return [_row(outcome, verdict.of(outcome.cell.key)) for outcome in night.outcomes]
+
+
+def columns(lines: Sequence[Row]) -> list[str]:
+    """Return the columns that tell something: all, but for the model and prompts when all cells share them."""
+    shared = len({line.on for line in lines}) <= 1
+    return [name for name in Row._fields if not (shared and name == "on")]
 
 
 def tier(quality: Quality) -> Tier:
@@ -83,7 +90,7 @@ def _row(outcome: Outcome, verdict: str) -> Row:
     cell, result = outcome.cell, outcome.result
     where = visible(f"{cell.model.name} × {cell.prompt_set}")
     if result is None:
-        return Row(cell.spec.slug, where, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, "failed")
+        return Row(cell.spec.slug, "failed", NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, where)
     speed = f"{result.throughput.decode_ratio:.2f}×" if result.throughput else NOTHING
     return Row(
         cache=result.spec.slug,
