@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -14,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from flows import cli_baseline, cli_store
+from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, sentences
+
 if TYPE_CHECKING:
     from flows.nightly import NightResult
     from tasks.config import NightlyConfig
-
-PASSED, FAILED, USAGE = 0, 1, 2
 
 app = typer.Typer(
     help="KIVI KV caches for MLX, and the nightly regression lab that measures them.",
@@ -26,12 +25,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cli_baseline.app, name="baseline")
+app.add_typer(cli_store.app, name="store")
 
-TrackingDir = Annotated[Path, typer.Option("--tracking-dir", help="Folder of the MLflow store, results and reports.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure anew what was measured before.")]
 Config = Annotated[Path | None, typer.Option("--config", help="Matrix to run, a YAML file; the standard one by default.")]
-MLRUNS = Path("mlruns")
 
 
 @app.command()
@@ -39,7 +37,7 @@ def nightly(
     config: Config = None, refresh: Refresh = False, tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False
 ) -> None:
     """Run the nightly regression: measure, track, gate, report."""
-    with _sentences():
+    with sentences():
         from tasks.config import load_config
 
         matrix = load_config(config or Path(str(files("flows") / "configs" / "nightly.yaml")))
@@ -64,7 +62,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate one cache of one model on one prompt set."""
-    with _sentences():
+    with sentences():
         from pydantic import ValidationError
 
         from tasks.config import ConfigError, NightlyConfig, first_sentence, load_config
@@ -91,7 +89,7 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Log a result that was measured where no tracker is."""
-    with _sentences():
+    with sentences():
         from flows.imported import log_result, read_result
 
         logged = log_result(read_result(result), tracking_dir)
@@ -101,7 +99,7 @@ def import_(
 @app.command()
 def doctor(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
     """Say what this machine can run, and what is missing."""
-    with _sentences():
+    with sentences():
         from rich.text import Text
 
         from flows.doctor import examine
@@ -125,7 +123,7 @@ def ui(
     as_json: AsJson = False,
 ) -> None:
     """Serve MLflow on the local store, and print its links."""
-    with _sentences():
+    with sentences():
         from flows.ui import links, serve
 
         where = links(tracking_dir, port)
@@ -141,21 +139,6 @@ def ui(
 def main() -> None:
     """Run the command line: 0 passed, 1 a regression or a failed cell, 2 bad usage or configuration."""
     app()
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """Turn what a user can mend into one sentence on stderr and exit code 2; all else keeps its traceback."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        from flows.errors import is_usage
-        from tasks.escape import visible
-
-        if not is_usage(error):
-            raise
-        sys.stderr.write(f"kivi: {visible(str(error))}\n")
-        raise typer.Exit(USAGE) from None
 
 
 def _check(matrix: NightlyConfig) -> None:

@@ -8,6 +8,7 @@ USAGE = frozenset(
         "kivi.backends.BackendError",
         "kivi.models.ModelError",
         "kivi.spec.SpecError",
+        "tasks.baseline.BaselineError",
         "tasks.config.ConfigError",
         "tasks.sources.PromptSetError",
         "tasks.store.StoreError",

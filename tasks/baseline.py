@@ -13,6 +13,7 @@ A night that is gated again, because it was resumed, is compared as the first ti
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -203,8 +204,9 @@ def read_result(store: TrackingStore, run: Run) -> CellResult:
     """
     where = f"{RESULT_FILE} of run {run.info.run_id}"
     try:
-        file = Path(store.client.download_artifacts(run.info.run_id, RESULT_FILE))  # a local store's own file, not a copy
-        return CellResult.model_validate_json(file.read_bytes())
+        with tempfile.TemporaryDirectory() as folder:
+            file = store.client.download_artifacts(run.info.run_id, RESULT_FILE, folder)
+            return CellResult.model_validate_json(Path(file).read_bytes())
     except (MlflowException, OSError) as error:
         raise BaselineError(f"{where} cannot be read: {error}") from None
     except ValidationError as error:
@@ -241,13 +243,23 @@ def _why_not(store: TrackingStore, run: Run) -> tuple[str, CellResult | None]:
     return ("", result) if result.audit.passed else ("its cache failed the audit, and what lies is no baseline", None)
 
 
-def all_runs(store: TrackingStore, filter_string: str, *, superseded: bool = False, most: int = 0) -> list[Run]:
-    """Return the runs that match, newest first; ``most`` of them, or all. Superseded ones are left out by default."""
+def all_runs(
+    store: TrackingStore, filter_string: str, *, most: int = 0, superseded: bool = False, experiments: Sequence[str] = ()
+) -> list[Run]:
+    """Return the runs that match, newest first.
+
+    Args:
+        store: The store.
+        filter_string: In MLflow's language.
+        most: The most runs to return; 0 for all.
+        superseded: Return superseded ones, too.
+        experiments: Ids of experiments to look in instead of the store's own.
+    """
     runs: list[Run] = []
     token = None
     while True:
         page = store.client.search_runs(
-            [store.experiment_id],
+            list(experiments) or [store.experiment_id],
             filter_string=filter_string,
             run_view_type=ViewType.ACTIVE_ONLY,
             order_by=["attributes.start_time DESC"],

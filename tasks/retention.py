@@ -64,8 +64,10 @@ def prune(store: TrackingStore, keep_days: int, *, dry_run: bool = False, now: d
 
 
 def _old_runs(store: TrackingStore, limit: datetime) -> Iterator[Run]:
-    """Yield the finished runs from before ``limit`` that still have artefacts, superseded ones too."""
-    for run in all_runs(store, f"attributes.start_time < {int(limit.timestamp() * 1000)}", superseded=True):
+    """Yield the finished runs from before ``limit`` that still have artefacts, of all flows, superseded ones too."""
+    experiments = [experiment.experiment_id for experiment in store.client.search_experiments()]
+    before = f"attributes.start_time < {int(limit.timestamp() * 1000)}"
+    for run in all_runs(store, before, superseded=True, experiments=experiments):
         if "kivi.kind" in run.data.tags and PRUNED not in run.data.tags and run.info.status != "RUNNING":
             yield run
 

@@ -1,0 +1,77 @@
+"""``kivi baseline``: which earlier nights a night is compared with."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from flows.commands import MLRUNS, AsJson, TrackingDir, sentences
+
+if TYPE_CHECKING:
+    from tasks.baseline import Marked
+
+app = typer.Typer(help="Choose and show the nights that a night is compared with.", no_args_is_help=True)
+
+NightName = Annotated[str, typer.Argument(metavar="NIGHT", help="A run id, a night's scheduled start as shown, or last.")]
+
+
+@app.command("set")
+def set_(night: NightName = "last", tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
+    """Make a finished night the baseline, also one that failed: its changes are accepted. The next good night follows it."""
+    with sentences():
+        from tasks.baseline import set_baseline
+        from tasks.tracking_store import writer
+
+        with writer(tracking_dir) as store:
+            marked = set_baseline(store, night)
+    _show([marked], as_json)
+
+
+@app.command()
+def pin(
+    night: NightName = "last",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove all pins instead.")] = False,
+    tracking_dir: TrackingDir = MLRUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Pin a finished night: every night is compared with it too, until another is pinned."""
+    with sentences():
+        from tasks.baseline import pin_baseline, unpin
+        from tasks.tracking_store import writer
+
+        with writer(tracking_dir) as store:
+            if remove:
+                unpin(store)
+            marked = [] if remove else [pin_baseline(store, night)]
+    _show(marked, as_json)
+
+
+@app.command()
+def show(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
+    """Show the nights that a night is compared with now, and for how many cells."""
+    with sentences():
+        from tasks.baseline import marked_nights
+        from tasks.tracking_store import writer
+
+        with writer(tracking_dir) as store:
+            marked = marked_nights(store)
+    _show(marked, as_json)
+
+
+def _show(marked: list[Marked], as_json: bool) -> None:
+    from tasks.escape import visible
+
+    if as_json:
+        print(json.dumps([night.model_dump() for night in marked], indent=2))  # noqa: T201  the result
+        return
+    console = Console()
+    for night in marked:
+        console.print(Text(visible(f"{night.night}: {night.mark}, {night.cells} cells, run {night.run_id}")), soft_wrap=True)
+        for sentence in night.left_out:
+            console.print(Text(visible(f"  left out: {sentence}"), style="yellow"), soft_wrap=True)
+    if not marked:
+        console.print("no night is marked: nights are judged by thresholds alone", highlight=False)
