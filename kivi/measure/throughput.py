@@ -23,7 +23,6 @@ import mlx.core as mx
 from kivi.measure import MeasureError
 from kivi.measure.arms import FULL, Arm, batch, settle
 from kivi.measure.intervals import ratio_interval
-from kivi.measure.memory import settled_memory
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.results import ContextThroughput, Throughput, Timing
 from kivi.measure.sequences import TokenStream
@@ -101,14 +100,15 @@ def measure_throughput(
 def time_run(model: LoadedModel, spec: CacheSpec, prompt: Sequence[int], steps: int) -> Timed:
     """Time one prefill and ``steps`` greedy decode steps after it, with caches of their own.
 
-    The caches come from outside the clocks, and nothing is left in MLX's memory pool by the arm before.
+    The caches are made outside the clocks, and nothing is left in MLX's memory pool by the arm before.
     """
     mx.eval(model.model)
     tokens = batch([prompt])
     arm = Arm(model, spec)
     mx.eval(tokens)
     settle(arm.caches)
-    settled_memory()
+    mx.synchronize()
+    mx.clear_cache()
     return time_arm(arm, tokens, steps)
 
 

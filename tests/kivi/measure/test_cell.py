@@ -9,14 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 from pydantic import ValidationError
 
 from kivi.accounting import CacheBytes
 from kivi.cache import KIVICache
 from kivi.measure import MeasureError
+from kivi.measure.arms import Arm
+from kivi.measure.audit import audit_cell
 from kivi.measure.cell import measure_cell
 from kivi.measure.monitor import DeadlineError, Monitor
+from kivi.measure.quality import Scores
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import CellResult, Finding, metric_values
 from kivi.measure.settings import GenerationSettings, MeasureSettings, ScoreSettings
@@ -88,7 +93,7 @@ def test_bits_of_a_number_are_those_of_codes_scales_and_zeros(measure: Measure) 
 def test_the_round_trip_cache_saves_nothing_and_says_so(measure: Measure) -> None:
     full, roundtrip = measure(SPECS[0]), measure(ROUNDTRIP)
     assert roundtrip.memory.resident_bytes == full.memory.resident_bytes
-    assert roundtrip.accounting.compression_ratio > 1.5  # what its tokens would weigh if they were packed
+    assert roundtrip.accounting.compression_ratio == 1.5  # what its tokens would weigh if they were packed
 
 
 def test_provenance_names_what_was_measured_and_no_host(measure: Measure) -> None:
@@ -148,20 +153,35 @@ def test_a_cache_that_forgets_its_window_in_the_books_is_caught(measure: Measure
     assert "resident" in errors(measure(PACKED))["books"]
 
 
-def test_an_attribute_bits_is_caught(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    import numpy as np
-
-    from kivi.measure.arms import Arm
-    from kivi.measure.audit import audit_cell
-    from kivi.measure.quality import Scores
-
-    model = measure.__closure__ and next(cell.cell_contents for cell in measure.__closure__ if callable(cell.cell_contents))()
-    arm = Arm(model, PACKED)
-    arm.prefill(mx.array([list(range(100))]))
-    monkeypatch.setattr(KIVICache, "bits", 2, raising=False)
+def audited(arm: Arm, growth: int = 0) -> set[str]:
+    """Return the errors that the audit finds in an arm were its logits as they should be."""
     some = np.ones((1, 128), np.float32)
-    findings = audit_cell(arm, Scores(first=63, kl=some, flips=some, loss=some, loss_full=some), growth=0).findings
-    assert "bits attribute" in {finding.name for finding in findings}
+    audit = audit_cell(arm, Scores(first=63, kl=some, flips=some, loss=some, loss_full=some), growth)
+    assert audit.passed == (not audit.findings)
+    return {finding.name for finding in audit.findings}
+
+
+@pytest.fixture
+def filled(tiny: Tiny) -> Arm:
+    """A packed arm after a prefill."""
+    arm = Arm(tiny(), PACKED)
+    arm.prefill(mx.array([list(range(100))]))
+    return arm
+
+
+def test_an_attribute_bits_is_caught(filled: Arm) -> None:
+    assert audited(filled) == set()
+    filled.caches[1].bits = 2
+    assert audited(filled) == {"bits attribute"}
+
+
+def test_a_layer_with_another_cache_than_the_spec_says_is_caught(filled: Arm) -> None:
+    filled.caches[1] = KVCache()
+    assert audited(filled) == {"class"}
+
+
+def test_memory_that_the_books_do_not_know_of_is_caught(filled: Arm) -> None:
+    assert audited(filled, growth=10_000_000) == {"active memory"}
 
 
 def test_a_cell_whose_texts_are_too_short_says_how_much_is_missing(measure: Measure, small: MeasureSettings) -> None:
@@ -184,7 +204,7 @@ def test_a_deadline_stops_the_cell(measure: Measure) -> None:
 
 def test_progress_is_reported_stage_by_stage(measure: Measure) -> None:
     stages: list[str] = []
-    measure(ROUNDTRIP, monitor=Monitor(lambda stage, done, total: stages.append(stage)))
+    measure(ROUNDTRIP, monitor=Monitor(lambda stage, *_: stages.append(stage)))
     assert list(dict.fromkeys(stages)) == ["score", "reference", "generate"]
 
 

@@ -17,6 +17,7 @@ from kivi.spec import CacheSpec
 import mlx.core as mx  # isort: skip  after kivi, which loads OpenBLAS first
 
 Tiny = Callable[..., LoadedModel]
+Prompts = list[list[int]]
 STEPS = 12
 ROUGH = [
     CacheSpec.parse("kivi-roundtrip:bits=2,residual=0,backend=mlx"),
@@ -26,13 +27,11 @@ ROUGH = [
 
 
 @pytest.fixture
-def prompts(byte_tokenizer: object, texts: list[str]) -> list[list[int]]:
+def prompts(byte_tokenizer: object, texts: list[str]) -> Prompts:
     return TokenStream(byte_tokenizer, texts).windows(3, 70)
 
 
-def test_the_full_cache_follows_itself(
-    tiny: Tiny, prompts: list[list[int]], references: ReferenceStore, monitor: Monitor
-) -> None:
+def test_the_full_cache_follows_itself(tiny: Tiny, prompts: Prompts, references: ReferenceStore, monitor: Monitor) -> None:
     model = tiny()
     reference = reference_trajectory(model, prompts, STEPS, references=references, monitor=monitor)
     figures = summarise(model, prompts, reference, decode(Arm(model, FULL), prompts, reference, monitor))
@@ -47,7 +46,7 @@ def test_the_full_cache_follows_itself(
 
 @pytest.mark.parametrize("spec", ROUGH, ids=lambda spec: spec.slug)
 def test_one_run_until_tokens_differ_equals_two_runs(
-    spec: CacheSpec, tiny: Tiny, prompts: list[list[int]], references: ReferenceStore, monitor: Monitor
+    spec: CacheSpec, tiny: Tiny, prompts: Prompts, references: ReferenceStore, monitor: Monitor
 ) -> None:
     model = tiny()
     reference = reference_trajectory(model, prompts, STEPS, references=references, monitor=monitor)
@@ -65,9 +64,7 @@ def test_one_run_until_tokens_differ_equals_two_runs(
     assert np.array_equal(decoded.tokens, np.array(mx.stack(tokens[:STEPS], axis=1)))
 
 
-def test_caches_end_with_what_was_fed(
-    tiny: Tiny, prompts: list[list[int]], references: ReferenceStore, monitor: Monitor
-) -> None:
+def test_caches_end_with_what_was_fed(tiny: Tiny, prompts: Prompts, references: ReferenceStore, monitor: Monitor) -> None:
     model = tiny()
     reference = reference_trajectory(model, prompts, STEPS, references=references, monitor=monitor)
     for spec in [FULL, *ROUGH]:
@@ -77,9 +74,7 @@ def test_caches_end_with_what_was_fed(
         assert decoded.peak_prefill > 0 < decoded.peak_decode
 
 
-def test_a_deadline_stops_generation(
-    tiny: Tiny, prompts: list[list[int]], references: ReferenceStore, monitor: Monitor
-) -> None:
+def test_a_deadline_stops_generation(tiny: Tiny, prompts: Prompts, references: ReferenceStore, monitor: Monitor) -> None:
     model = tiny()
     reference = reference_trajectory(model, prompts, STEPS, references=references, monitor=monitor)
     with pytest.raises(DeadlineError, match="generate: stopped at 0 of 12"):
