@@ -55,13 +55,14 @@ class KIVICache:
     :meth:`update_and_fetch` returns is the call's own tokens alone.
 
     Resident arrays: codes with less than ``n / 8 + 256`` tokens of spare capacity for ``n`` quantised tokens, ``sink_length``
-    exact sinks, a window of ``residual_length + group_size`` tokens (up to ``MAX_CODE_QUERIES`` more after short calls).
+    exact sinks, and a window of ``residual_length + group_size``; beside them, until the next call or question, the tokens of a
+    longer call.
 
     Trimming within the window is exact; the frontier stays, so it may run ahead of the formula above by as many groups as
     were trimmed, rounded up. Trimming into the codes keeps whole groups as they are; the tokens of the group that was cut
     return to the window as they were rounded, at most ``group_size - 1`` of them, and are rounded again when their group is
-    full. That second rounding moves a key by at most half the new group's scale; it leaves a value as it is up to the
-    rounding of ``param_dtype`` and of the cache's dtype, as a group of values is one token's.
+    full. That second rounding moves a key by at most half the new group's scale, its zero's rounding to ``param_dtype`` apart;
+    it leaves a value as it is but for the rounding of ``param_dtype`` and of the cache's dtype, as its group is its token's own.
 
     Args:
         spec: A spec with ``kind="kivi"``.
@@ -333,7 +334,6 @@ class KIVICache:
     def _settle(self) -> None:
         """Bring the state to that of the last token, once the call's queries are through."""
         self._flush(self._frontier_of(self.offset))
-        self._window.fit(MAX_CODE_QUERIES)
 
     def _reopen(self, kept: int) -> None:
         """Move the frontier back to the last whole group of the first ``kept`` tokens; what follows returns to the window."""

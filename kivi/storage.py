@@ -176,11 +176,6 @@ class ExactStore:
         """Keep the oldest ``count`` tokens."""
         self.count = min(self.count, count)
 
-    def fit(self, spare: int) -> None:
-        """Give back capacity beyond ``room + spare`` tokens that hold nothing."""
-        if self.capacity > max(self.room + spare, self.count):
-            self._move(0, self.count, max(self.room, self.count))
-
     def live(self) -> tuple[mx.array, mx.array]:
         """Return keys and values of the tokens that are there, oldest first."""
         keys, values = self.buffers()

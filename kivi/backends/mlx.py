@@ -162,7 +162,7 @@ def _quantize(grouped: mx.array, axis: int, bits: int, param_dtype: mx.Dtype) ->
     """
     levels = (1 << bits) - 1
     low, high = mx.min(grouped, axis=axis).astype(mx.float32), mx.max(grouped, axis=axis).astype(mx.float32)
-    # Infinities show in minimum and maximum, NaN may not: MLX skips it.
+    # Infinities show in minimum and maximum, NaN need not: it depends on the kernel that MLX takes.
     finite = mx.isfinite(low) & mx.isfinite(high) & ~_has_nan(grouped, axis)
     scale = mx.where(finite, (high - low) / levels, mx.nan).astype(param_dtype)
     scale = mx.maximum(scale, mx.array(smallest_scale(param_dtype), param_dtype))

@@ -87,6 +87,13 @@ def test_a_group_that_is_not_finite_has_parameters_that_say_so_and_leaves_the_ot
         assert mx.sum(mx.any(differing, axis=-1)).item() <= 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_told_by_its_bits_whatever_its_sign(dtype):
+    inf, nan = float("inf"), float("nan")
+    groups = mx.array([[1.0, -2.0], [inf, -inf], [-0.0, 0.0], [nan, 1.0], [-1.0, -nan], [inf, nan]]).astype(dtype)
+    assert mlx_backend._has_nan(groups, -1).tolist() == [False, False, False, True, True, True]
+
+
 def history(
     *, batch=2, kv_heads=2, key_dim=32, value_dim=48, sinks=0, codes=64, capacity=256, window=20, dtype=mx.float32, bits=(4, 2)
 ) -> tuple[History, mx.array, mx.array]:

@@ -110,7 +110,7 @@ def test_a_decode_step_copies_no_history_also_when_it_quantises():
     cache = filled([4000, 1], KIVICache(spec(key_bits=8, value_bits=8, param_dtype="float32")), heads=1, dim=512)
     codes, frontier, peaks = cache.bytes().key_codes, cache.frontier, []
     for _ in range(40):
-        base = active_memory()
+        base = mx.get_active_memory()
         mx.reset_peak_memory()
         filled([1], cache, heads=1, dim=512)
         peaks.append(mx.get_peak_memory() - base)

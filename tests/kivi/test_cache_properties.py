@@ -6,7 +6,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kivi.cache import MAX_CODE_QUERIES, KIVICache
+from kivi.cache import KIVICache
 from kivi.quantize import group_quantize, pack
 from kivi.spec import CacheSpec
 from kivi.storage import CODE_STEP
@@ -106,7 +106,7 @@ def spare_bound(cache: KIVICache) -> float:
     params = 2 * what.params.size / what.group_size
     code_token = heads * (key_dim * (what.key_bits / 8 + params) + padded * (what.value_bits / 8 + params))
     quantized = cache.frontier - min(cache.offset, what.sink_length)
-    window = what.residual_length + what.group_size + MAX_CODE_QUERIES
+    window = what.residual_length + what.group_size
     return (quantized / 8 + CODE_STEP) * code_token + (window + what.sink_length) * heads * (key_dim + value_dim) * 4
 
 
