@@ -15,34 +15,22 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
+from flows.conclude import NightResult, conclude
 from flows.fan_out import FannedOut, fan_out
 from flows.outdated import newer_run
 from flows.progress import listener
 from kivi.models import check_model
 from tasks.cells import CellError, loaded_model, run_cell, run_throughput, throughput_key, watch
-from tasks.config import Config, ModelConfig, NightlyConfig
-from tasks.gate import Verdict, gate
+from tasks.config import ModelConfig, NightlyConfig
 from tasks.night import Night, Outcome, PromptSource
-from tasks.places import REPORTS, RESULTS
+from tasks.places import RESULTS
 from tasks.plan import Cell, ModelIdentity, identify, plan, resolve_specs
 from tasks.prompts import PromptSet, load_prompt_set
-from tasks.report import publish, report
 from tasks.store import ResultStore
-from tasks.track import find_cells, finish, track
-from tasks.tracking_store import writer
+
+__all__ = ["NightResult", "nightly", "run_matrix"]
 
 REASONS = 5  # sentences of the verdict in the flow's message
-
-
-class NightResult(Config):
-    """What a night came to, and where it was written."""
-
-    night: Night
-    verdict: Verdict
-    page: Path
-    experiment_id: str
-    run_id: str
-    cell_ids: tuple[str, ...]
 
 
 @task(name="prompts", task_run_name="prompts {config.name}", cache_policy=NO_CACHE)
@@ -112,17 +100,7 @@ def run_matrix(config: NightlyConfig, tracking_dir: Path, refresh: bool) -> Stat
             with clock.part("throughput"):
                 outcomes += add_throughput(group, prompts, store, refresh, fanned)
     night = night.model_copy(update={"outcomes": tuple(outcomes), "seconds": clock.seconds})
-    with writer(tracking_dir) as tracking:
-        run_id = track(tracking, night, refresh)
-        verdict = gate(night, config)
-        cell_ids = tuple(run.info.run_id for run in find_cells(tracking, run_id))
-        written = report(night, verdict, tracking.experiment_id, run_id, cell_ids)
-        page = written.write(tracking_dir / REPORTS)
-        finish(tracking, run_id, night, verdict, written.note, {"report.html": written.html, **written.figures})
-    publish(written, night, verdict, page)
-    result = NightResult(
-        night=night, verdict=verdict, page=page, experiment_id=tracking.experiment_id, run_id=run_id, cell_ids=cell_ids
-    )
+    result = conclude(night, config, tracking_dir, refresh)
     return final_state(result)
 
 

@@ -82,7 +82,7 @@ class ResultStore:
         path = self.path(result.cell_key)
         text = result.model_dump_json(indent=1).encode()
         try:
-            _write_atomically(path, text)
+            write_atomically(path, text)
         except OSError as error:
             raise self._refused("written to", error) from error
         return path
@@ -94,7 +94,7 @@ class ResultStore:
         )
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a draft beside ``path``, have it on disk, then rename it, which replaces in one step."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", suffix=".draft", delete=False) as draft:
         try:
