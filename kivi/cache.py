@@ -54,7 +54,7 @@ class KIVICache:
     mlx-lm's ``scaled_dot_product_attention`` must be dispatched to :meth:`attend` (see :mod:`kivi.attention`): what
     :meth:`update_and_fetch` returns is the call's own tokens alone.
 
-    Resident arrays: codes with less than ``n / 8 + 256`` tokens of spare capacity for ``n`` quantised tokens, ``sink_length``
+    Resident arrays: codes with less than ``n / 32 + 256`` tokens of spare capacity for ``n`` quantised tokens, ``sink_length``
     exact sinks, and a window of ``residual_length + group_size``; beside them, until the next call or question, the tokens of a
     longer call.
 
@@ -62,7 +62,7 @@ class KIVICache:
     were trimmed, rounded up. Trimming into the codes keeps whole groups as they are; the tokens of the group that was cut
     return to the window as they were rounded, at most ``group_size - 1`` of them, and are rounded again when their group is
     full. That second rounding moves a key by at most half the new group's scale, its zero's rounding to ``param_dtype`` apart;
-    it leaves a value as it is but for the rounding of ``param_dtype`` and of the cache's dtype, as its group is its token's own.
+    it leaves a value as it is, but for the rounding of ``param_dtype`` and of the cache's dtype: its group is one token's.
 
     Args:
         spec: A spec with ``kind="kivi"``.

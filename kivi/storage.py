@@ -15,11 +15,11 @@ from kivi.backends import Packed
 from kivi.quantize import WORD_BITS, padded_length
 
 CODE_STEP = 256  # tokens: capacity of codes is a multiple, so of every group size; mlx-lm's KVCache grows by as much
-GROWTH = 8  # capacity grows by an eighth of the tokens, so that n tokens cost O(n) copying and an eighth of spare
+GROWTH = 32  # capacity grows by a 32nd of the tokens: a code is copied about 32 times in its life, and spare stays small
 
 
 def code_capacity(tokens: int) -> int:
-    """Return the tokens of capacity that are allocated for ``tokens``: less than ``tokens * 9 / 8 + CODE_STEP``."""
+    """Return the tokens of capacity that ``tokens`` get: less than ``tokens / 32 + CODE_STEP`` more than they need."""
     return padded_length(tokens + tokens // GROWTH, CODE_STEP) if tokens else 0
 
 
@@ -55,7 +55,7 @@ class CodeStore:
     """Packed codes of one layer's quantised tokens, in the layout of :class:`kivi.backends.Packed`.
 
     Keys grow along their last axis, values along the one before. ``count`` tokens are there; the capacity is less than
-    ``count / 8 + CODE_STEP`` tokens more. Growing copies the codes, so that adding a token costs amortised constant time.
+    ``count / 32 + CODE_STEP`` tokens more. Growing copies the codes, so that adding a token costs amortised constant time.
     """
 
     AXES = (-1, -1, -1, -2, -2, -2)  # along which words, scales and zeros of keys grow, then those of values

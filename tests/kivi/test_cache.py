@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -207,3 +208,20 @@ def test_what_is_not_finite_is_named_wherever_it_sits(bad, position, what, named
     cache = feed(KIVICache(spec(sink_length=32)), keys, values)
     with pytest.raises(NonFiniteError, match=rf"layer 7: .* at token {named};"):
         cache.check_finite(7)
+
+
+def test_the_worked_example_of_the_documentation_is_what_the_cache_weighs():
+    page = (Path(__file__).parents[2] / "docs" / "cache.md").read_text()
+    weight = feed(KIVICache(CacheSpec(backend="mlx")), *mx.zeros((2, 1, 8, 4096, 128), mx.float16)).bytes()
+    table = {
+        "key codes, value codes": f"2 x {weight.key_codes:,}",
+        "key parameters, value parameters": f"2 x {weight.key_params:,}",
+        "exact": f"{weight.residual:,}",
+        "accounted": f"{weight.accounted:,}",
+        "spare": f"{weight.spare:,}",
+        "resident": f"{weight.resident:,}",
+        "full precision": f"{weight.full_precision:,}",
+    }
+    for part, size in table.items():
+        assert f"| {part} | {size} |" in page
+    assert f"the whole layer {weight.full_precision / weight.resident:.2f} times" in page

@@ -107,7 +107,7 @@ def spare_bound(cache: KIVICache) -> float:
     code_token = heads * (key_dim * (what.key_bits / 8 + params) + padded * (what.value_bits / 8 + params))
     quantized = cache.frontier - min(cache.offset, what.sink_length)
     window = what.residual_length + what.group_size
-    return (quantized / 8 + CODE_STEP) * code_token + (window + what.sink_length) * heads * (key_dim + value_dim) * 4
+    return (quantized / 32 + CODE_STEP) * code_token + (window + what.sink_length) * heads * (key_dim + value_dim) * 4
 
 
 @LAWS
