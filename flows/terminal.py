@@ -140,6 +140,8 @@ def show(console: Console, result: NightResult, tracking_dir: Path) -> None:
     console.print(Text(verdict.headline, style="bold green" if verdict.passed else "bold red"))
     for reason in verdict.reasons:
         console.print(Text(f"  {visible(reason)}"), soft_wrap=True)
+    for remark in verdict.comparison.remarks:
+        console.print(Text(f"  {visible(remark)}", style="dim"), soft_wrap=True)
     for name, where in where_to_look(result, tracking_dir).items():
         console.print(Text(f"{name:8}{where}"), soft_wrap=True)
 
@@ -186,6 +188,8 @@ def as_json(result: NightResult, tracking_dir: Path) -> dict[str, Any]:
         "night": result.night.title,
         "passed": result.verdict.passed,
         "reasons": list(result.verdict.reasons),
+        "improvements": [change.sentence for change in result.verdict.comparison.improvements],
+        "notes": list(result.verdict.comparison.notes),
         "cells": cells,
         "skipped": [skipped.model_dump() for skipped in result.night.skipped],
         "seconds": result.night.seconds,

@@ -27,10 +27,10 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import Field, ValidationError
 
 from kivi.measure.results import CellResult
-from tasks.config import Config
+from tasks.config import Config, Tolerances
 from tasks.night import Night
 from tasks.plan import content_hash
-from tasks.regression import Comparison, Pair, Tolerances, compare
+from tasks.regression import Comparison, Pair, compare
 from tasks.track import find_cells, find_nights
 from tasks.tracking_store import TrackingStore
 
@@ -86,13 +86,16 @@ def against_history(store: TrackingStore, night: Night, tolerances: Tolerances) 
     """
     pairs: list[Pair] = []
     notes: list[str] = []
-    for outcome in night.outcomes:
-        if outcome.result is None:
-            continue
-        found = list(_baselines(store, outcome.result, notes))
-        pairs += [Pair(outcome.cell.label, chosen.name, outcome.result, chosen.result) for chosen in found]
+    alone: list[str] = []
+    measured = [(outcome.cell.label, outcome.result) for outcome in night.outcomes if outcome.result is not None]
+    for label, result in measured:
+        found = list(_baselines(store, result, notes))
+        pairs += [Pair(label, chosen.name, result, chosen.result) for chosen in found]
         if not found:
-            notes.append(f"{outcome.cell.label}: no baseline yet, so thresholds alone judge it")
+            alone.append(label)
+    if alone:
+        who = "any cell" if len(alone) == len(measured) else ", ".join(alone)
+        notes.append(f"no baseline yet for {who}: thresholds alone judge")
     return compare(pairs, tolerances, notes)
 
 

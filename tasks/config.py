@@ -95,6 +95,16 @@ class Thresholds(Config):
         return self.model_copy(update=other.model_dump(exclude_none=True))
 
 
+class Tolerances(Config):
+    """How much may change for the worse, as a share of what it was; bytes may not."""
+
+    kl_mean: float = Field(0.10, ge=0, le=10, description="rise of the mean KL, of at least 1e-4 nats, that is tolerated")
+    flip_rate: float = Field(0.15, ge=0, le=10, description="rise of the flip rate, of at least 2 %, that is tolerated")
+    speed: float = Field(0.10, ge=0, le=10, description="fall of a ratio of speeds that is tolerated")
+    false_discovery_rate: float = Field(0.01, gt=0, lt=1, description="chance of a false alarm in a night without a change")
+    seed: int = Field(0, ge=0, description="seed of the resampling")
+
+
 # From the figures measured with the embedded model (1,024 tokens of prose, R=128, G=32): mean KL 0.198, 0.0027 and below
 # 0.0001 for KIVI at 2, 4 and 8 bits, 2.31, 0.057 and 0.0002 for mlx-lm's own; flips 23.5, 2.4, 0.5 and 74, 14.7, 1.4 %.
 # Limits leave room for other texts, which differ by about a factor of two; a real defect is off by more.
@@ -164,6 +174,7 @@ class NightlyConfig(Config):
     thresholds: dict[str, Thresholds] = Field(
         default_factory=dict, description="limits by spec: a slug, or a pattern such as kivi-k2v2-*; later ones win"
     )
+    tolerances: Tolerances = Field(Tolerances(), description="what may change from the last good night and the pinned one")
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

@@ -11,6 +11,7 @@ from pydantic import Field
 from kivi.measure.results import CellResult, MetricField, metric_fields, metric_values
 from tasks.config import Config, NightlyConfig, Thresholds
 from tasks.night import Night, Outcome
+from tasks.regression import Change, Comparison
 
 METRICS = {
     "kl_mean": "quality.kl_mean",
@@ -30,7 +31,7 @@ class Check(Config):
     cell_key: str
     metric: str = Field(description="name of the metric, audit, or result")
     value: float | None = None
-    limit: float | None = None
+    limit: float | None = Field(None, description="the threshold, or what the earlier night had")
     passed: bool
     reason: str = ""
 
@@ -41,6 +42,7 @@ class Verdict(Config):
     passed: bool
     reasons: tuple[str, ...] = Field(description="one sentence for each check that did not pass")
     checks: tuple[Check, ...]
+    comparison: Comparison = Field(Comparison(), description="the night beside the last good one and the pinned one")
 
     @property
     def word(self) -> str:
@@ -62,11 +64,19 @@ class Verdict(Config):
         return "pass" if checks and all(check.passed for check in checks) else "fail"
 
 
-def judge(night: Night, config: NightlyConfig) -> Verdict:
-    """Return the verdict on a night. A failed or missing cell is never a pass, nor is a night without cells."""
+def judge(night: Night, config: NightlyConfig, comparison: Comparison | None = None) -> Verdict:
+    """Return the verdict on a night. A failed or missing cell is never a pass, nor is a night without cells.
+
+    Args:
+        night: The night.
+        config: Its matrix, with the limits of each spec.
+        comparison: The night beside earlier ones; each regression in it does not pass.
+    """
+    comparison = comparison or Comparison()
     checks = [check for outcome in night.outcomes for check in _check(outcome, config.thresholds_for(outcome.cell.spec.slug))]
+    checks += [_check_change(change) for change in comparison.changes if change.outcome != "not compared"]
     reasons = tuple(check.reason for check in checks if not check.passed)
-    return Verdict(passed=bool(checks) and not reasons, reasons=reasons, checks=tuple(checks))
+    return Verdict(passed=bool(checks) and not reasons, reasons=reasons, checks=tuple(checks), comparison=comparison)
 
 
 gate = task(name="gate", cache_policy=NO_CACHE)(judge)
@@ -108,4 +118,17 @@ def _check_limit(label: str, key: str, field: MetricField, value: float | None, 
         limit=limit,
         passed=passed,
         reason="" if passed else reason,
+    )
+
+
+def _check_change(change: Change) -> Check:
+    passed = change.outcome != "regression"
+    return Check(
+        cell=change.cell,
+        cell_key=change.cell_key,
+        metric=change.metric,
+        value=change.after,
+        limit=change.before,
+        passed=passed,
+        reason="" if passed else change.sentence,
     )

@@ -26,7 +26,7 @@ from pydantic import Field
 from scipy import stats
 
 from kivi.measure.results import CellResult, ContextThroughput, Interval, MetricField, metric_fields
-from tasks.config import Config
+from tasks.config import Config, Tolerances
 
 CONFIDENCE = 0.95
 FEWEST_PAIRS = 6  # below, even differences that all have one sign come about by chance with 2 / 2^n > 0.05
@@ -37,16 +37,6 @@ FLOORS = {"quality.kl_mean": 1e-4, "quality.flip_rate": 0.02}
 
 Outcome = Literal["regression", "improvement", "unchanged", "not compared"]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-class Tolerances(Config):
-    """How much may change for the worse, as a share of what it was; bytes may not."""
-
-    kl_mean: float = Field(0.10, ge=0, le=10, description="rise of the mean KL, of at least 1e-4 nats, that is tolerated")
-    flip_rate: float = Field(0.15, ge=0, le=10, description="rise of the flip rate, of at least 2 %, that is tolerated")
-    speed: float = Field(0.10, ge=0, le=10, description="fall of a ratio of speeds that is tolerated")
-    false_discovery_rate: float = Field(0.01, gt=0, lt=1, description="chance of a false alarm in a night without a change")
-    seed: int = Field(0, ge=0, description="seed of the resampling")
 
 
 class Pair(NamedTuple):
@@ -74,6 +64,7 @@ class Change(Config):
     p_value: float | None = Field(None, description="two-sided; None for what is compared exactly")
     adjusted_p: float | None = Field(None, description="after control of the false discovery rate over the night")
     tolerance: float = 0.0
+    obstacle: str = Field("", description="why the metric was not compared")
 
 
 class Comparison(Config):
@@ -90,6 +81,16 @@ class Comparison(Config):
     @property
     def improvements(self) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if change.outcome == "improvement")
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader should know beside the regressions: what got better, and what was not compared and why."""
+        obstacles: dict[str, list[str]] = {}
+        for change in self.changes:
+            if change.obstacle:
+                obstacles.setdefault(change.obstacle, []).append(change.metric.partition("@")[0])
+        skipped = (f"{', '.join(sorted(set(metrics)))}: not compared: {why}" for why, metrics in obstacles.items())
+        return (*(change.sentence for change in self.improvements), *self.notes, *skipped)
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ def _judge(metric: _Observed, estimate: _Estimate, adjusted_p: float | None, tol
         p_value=estimate.p_value,
         adjusted_p=adjusted_p,
         tolerance=metric.tolerance,
+        obstacle=metric.obstacle,
     )
 
 

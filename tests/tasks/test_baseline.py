@@ -16,9 +16,8 @@ from tasks.baseline import (
     set_baseline,
     unpin,
 )
-from tasks.config import NightlyConfig
+from tasks.config import NightlyConfig, Tolerances
 from tasks.gate import judge
-from tasks.regression import Tolerances
 from tasks.track import finish_night, log_night
 from tasks.tracking_store import writer
 
@@ -78,9 +77,7 @@ def against(store, night):
 def test_a_first_night_has_no_baseline_and_says_so(store, night_of):
     names, comparison = against(store, night_of(1))
     assert names == []
-    assert comparison.notes == (
-        "kivi-roundtrip-k4v4-g32-r128-mlx on embedded × humaneval: no baseline yet, so thresholds alone judge it",
-    )
+    assert comparison.notes == ("no baseline yet for any cell: thresholds alone judge",)
 
 
 def test_a_night_is_compared_with_the_last_good_one(store, night_of):
@@ -228,3 +225,18 @@ def test_what_is_no_baseline_is_refused_in_one_sentence(store, night_of, make_ni
     log_night(store, unfinished)
     with pytest.raises(BaselineError, match=r"nightly 2026-11-04 is RUNNING, not finished"):
         set_baseline(store, "last")
+
+
+def test_a_regression_fails_the_night_and_an_improvement_is_remarked(store, night_of):
+    log(store, night_of(1))
+    worse, better = night_of(2, worse=1.3, bytes_more=1), night_of(2, worse=0.7)
+    failed = judge(worse, CONFIG, against(store, worse)[1])
+    passed = judge(better, CONFIG, against(store, better)[1])
+    assert (failed.passed, passed.passed) == (False, True)
+    assert judge(worse, CONFIG).passed  # thresholds alone let it pass
+    assert len(failed.reasons) == 3
+    assert any(
+        "memory.bytes_per_token rose from 600 to 600.002 bytes since the last good night" in one for one in failed.reasons
+    )
+    assert failed.of(worse.outcomes[0].cell.key) == "fail"
+    assert sum("fell by" in remark for remark in passed.comparison.remarks) == 2

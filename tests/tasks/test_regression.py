@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tasks.regression import Pair, Tolerances, compare
+from tasks.config import Tolerances
+from tasks.regression import Pair, compare
 
 GENERATOR = np.random.default_rng(7)
 BLOCKS = GENERATOR.gamma(2.0, 0.1, size=16).tolist()  # mean KL of blocks differs by a factor of ten within a text

@@ -16,9 +16,8 @@ import pytest
 from tasks import upgrade as upgrade_module
 from tasks.backup import back_up, restore
 from tasks.baseline import against_history, mark_good, pin_baseline
-from tasks.config import NightlyConfig
+from tasks.config import NightlyConfig, Tolerances
 from tasks.gate import judge
-from tasks.regression import Tolerances
 from tasks.retention import prune
 from tasks.store_schema import known_revisions, stored_revision
 from tasks.track import find_cells, find_nights, finish_night, log_night
