@@ -70,7 +70,8 @@ def log(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_d
     cell_ids = tuple(run.info.run_id for run in find_cells(tracking, run_id))
     written = report(night, verdict, tracking.experiment_id, run_id, cell_ids)
     page = written.write(tracking_dir / REPORTS)
-    finish(tracking, run_id, night, verdict, written.note, {"report.html": written.html, **written.figures})
+    files = {"report.html": written.html, "comparison.json": verdict.comparison.model_dump_json(indent=2), **written.figures}
+    finish(tracking, run_id, night, verdict, written.note, files)
     if verdict.passed:
         mark_good(tracking, run_id)
     publish(written, night, verdict, page)
