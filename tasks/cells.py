@@ -107,7 +107,7 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
             cell_key=cell.key,
             prompt_set=prompts.name,
             prompt_sha256=prompts.sha256,
-            references=_references(cache_dir() / "references", reference_gb),
+            references=references(cache_dir() / "references", reference_gb),
             monitor=monitor,
         )
     store.write(result)
@@ -185,7 +185,8 @@ def _load(config: ModelConfig) -> LoadedModel:
 
 
 @functools.cache  # one for the process: it knows what this run still needs
-def _references(folder: Path, gigabytes: float) -> ReferenceStore:
+def references(folder: Path, gigabytes: float) -> ReferenceStore:
+    """Return the store of the full cache's logits in ``folder``."""
     return ReferenceStore(folder, int(gigabytes * GB))
 
 

@@ -1,0 +1,61 @@
+"""Audit one cache: what it says of itself against what can be seen from outside; the flow's state is the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow, runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
+from kivi.backends import resolve
+from kivi.measure.scenes import AuditReport, subject_of
+from kivi.models import check_model
+from tasks.audit import EXPERIMENT, AuditConfig, log_audit, measure_audit, publish_audit
+from tasks.config import Config
+from tasks.logbook import Logged
+from tasks.tracking_store import writer
+
+SENTENCES = 5  # of what went wrong, in the flow's message
+
+
+class Audited(Config):
+    """What an audit came to, and where it was logged."""
+
+    report: AuditReport
+    logged: Logged
+
+
+log = task(name="log the audit", cache_policy=NO_CACHE)(log_audit)
+
+
+@flow(name="audit", flow_run_name="audit {config.spec.slug}", persist_result=False, validate_parameters=True)
+def audit(config: AuditConfig, tracking_dir: Path = Path("mlruns")) -> State[Audited]:
+    """Play the audit's scenes on the cache of one spec, and log the report.
+
+    The state is Failed when any scene found an error, or none was run.
+
+    Args:
+        config: The spec, the scenes, and the model that quality is measured with.
+        tracking_dir: Folder of the MLflow store.
+    """
+    subject_of(config.spec, heads=1, head_dim=8)  # a cache without books, or a missing backend, ends it here
+    resolve(config.spec.backend)
+    if config.model is not None and config.needs_model:
+        check_model(config.model.name, config.model.revision)
+    report = measure_audit(config)
+    with writer(tracking_dir, EXPERIMENT) as store:
+        logged = log(store, report, str(runtime.flow_run.id or ""))
+    publish_audit(report)
+    return final_state(Audited(report=report, logged=logged))
+
+
+def final_state(audited: Audited) -> State[Audited]:
+    """Return the flow's state, with the first of what is wrong in its message."""
+    report = audited.report
+    if report.passed:
+        return Completed(message=report.headline, data=audited)
+    errors = [f"{scene}, {found.name}: {found.evidence}" for scene, found in report.findings("error")]
+    more = [f"and {len(errors) - SENTENCES} more"] if len(errors) > SENTENCES else []
+    return Failed(message="\n".join([report.headline, *errors[:SENTENCES], *more]), data=audited)
