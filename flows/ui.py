@@ -58,9 +58,10 @@ def serve(tracking_dir: Path, port: int) -> int:
     artifacts = tracking_dir.resolve() / ARTIFACTS
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database_uri(tracking_dir)]
     command += ["--artifacts-destination", artifacts.as_uri(), "--host", HOST, "--port", str(port), "--workers", "1"]
+    command += ["--uvicorn-opts", "--log-level warning"]
     # Jobs are for MLflow's own evaluations: more processes, and nothing that is used here.
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = subprocess.Popen(command, env=environment)  # noqa: S603  ours
+    server = subprocess.Popen(command, env=environment, stdout=sys.stderr)  # noqa: S603  ours
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
         return server.wait()

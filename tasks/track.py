@@ -91,8 +91,8 @@ def find_nights(store: TrackingStore) -> list[Run]:
 
 
 def find_cells(store: TrackingStore, parent_id: str) -> list[Run]:
-    """Return the cells of a matrix, without those that were superseded."""
-    return search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.kind": "cell"})
+    """Return the cells of a matrix in the order in which they were measured, without those that were superseded."""
+    return search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.kind": "cell"})[::-1]
 
 
 def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str:
@@ -140,8 +140,11 @@ def _log_outcome(store: TrackingStore, parent_id: str, outcome: Outcome, prompts
     content = digest((result.model_dump_json(),)) if result is not None else ""
     run = _find_cell(store, parent_id, outcome, content)
     run_id = run.info.run_id
-    if result is None:
+    if outcome.error:
         client.set_tag(run_id, "kivi.error", visible(outcome.error)[:TAG_LENGTH])
+    elif "kivi.error" in run.data.tags:
+        client.delete_tag(run_id, "kivi.error")
+    if result is None:
         client.log_text(run_id, outcome.details or outcome.error, "error.txt")
         client.set_terminated(run_id, "FAILED")
         return
@@ -153,15 +156,15 @@ def _log_outcome(store: TrackingStore, parent_id: str, outcome: Outcome, prompts
         params=[Param(name, value) for name, value in cell_params(result).items()],
         tags=[RunTag(name, value) for name, value in _result_tags(result, content).items()],
     )
-    if "kivi.error" in run.data.tags:
-        client.delete_tag(run_id, "kivi.error")
     points = list(_points(result, run.info.start_time))
     for start in range(0, len(points), POINTS_A_BATCH):
         client.log_batch(run_id, metrics=points[start : start + POINTS_A_BATCH])
     if prompts is not None:
         _log_dataset(store, run_id, prompts)
     _log_files(store, run_id, result)
-    client.set_terminated(run_id, "FINISHED")
+    # MLflow shows the time from start to end as how long the run took: that of the measurement, not of the logging.
+    end = run.info.start_time + int(1000 * sum(result.provenance.seconds.values()))
+    client.set_terminated(run_id, "FINISHED", end_time=end)
 
 
 def _find_cell(store: TrackingStore, parent_id: str, outcome: Outcome, content: str) -> Run:

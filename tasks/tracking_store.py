@@ -25,6 +25,7 @@ from tasks.places import ARTIFACTS, DATABASE
 from tasks.store_schema import SchemaError, require_current
 
 EXPERIMENT = "kivi-nightly"
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow shows its pages for traces first
 TRACKING_URI = "KIVI_TRACKING_URI"
 LOCK = "writer.lock"
 LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
@@ -119,7 +120,8 @@ def _open(tracking_dir: Path, name: str) -> TrackingStore:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             location = (tracking_dir.resolve() / ARTIFACTS).as_uri()
-            return TrackingStore(tracking_dir, client, client.create_experiment(name, artifact_location=location))
+            experiment_id = client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS)
+            return TrackingStore(tracking_dir, client, experiment_id)
     except MlflowException as error:
         raise TrackingError(f"{tracking_dir / DATABASE}: MLflow cannot open it: {error.message}") from None
     except SQLAlchemyError as error:
@@ -145,7 +147,7 @@ def _open_server(tracking_dir: Path, uri: str, name: str) -> TrackingStore:
 def _create_experiment(client: MlflowClient, name: str) -> str:
     """Create the experiment, or find the one that another machine has created in the meantime."""
     try:
-        created: str = client.create_experiment(name)
+        created: str = client.create_experiment(name, tags=EXPERIMENT_TAGS)
     except MlflowException:
         found = client.get_experiment_by_name(name)
         if found is None:

@@ -44,6 +44,12 @@ def test_a_failed_cell_is_never_a_pass(make_result, make_night, config):
     assert "failed: the kernel did not compile" in verdict.reasons[0]
 
 
+def test_a_cell_with_figures_and_an_error_is_never_a_pass(make_result, make_night, config):
+    night = make_night(make_result())
+    night = night.model_copy(update={"outcomes": (night.outcomes[0].model_copy(update={"error": "not timed"}),)})
+    assert judge(night, config).reasons == ("kivi-roundtrip-k4v4-g32-r128-mlx on embedded × humaneval failed: not timed",)
+
+
 def test_a_missing_result_is_never_a_pass(make_result, make_night, config):
     night = make_night(make_result())
     night = night.model_copy(update={"outcomes": (night.outcomes[0].model_copy(update={"result": None}),)})

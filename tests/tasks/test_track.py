@@ -86,6 +86,7 @@ def test_a_child_holds_the_params_metrics_and_tags_of_the_design(store, make_res
     assert (tags["kivi.kind"], tags["kivi.verdict"], tags["kivi.git_sha"]) == ("cell", "pass", "0123abc")
     assert tags["kivi.prompt_sha256"] == "ab" * 32
     assert child.info.start_time == 1_795_917_600_000  # the result's own start, 2026-11-29 02:00 UTC
+    assert child.info.end_time - child.info.start_time == 20_500  # and what its parts took
 
 
 def test_every_cell_has_the_same_params(store, make_result, make_night):
@@ -186,6 +187,15 @@ def test_a_cell_that_failed_and_then_ran_is_one_run(store, make_result, make_nig
     assert "kivi.error" not in child.data.tags
     run = store.client.get_run(parent)
     assert (run.info.status, run.data.metrics["cells.failed"], run.data.metrics["verdict.passed"]) == ("FINISHED", 0.0, 1.0)
+
+
+def test_a_cell_that_could_not_be_timed_keeps_its_figures_and_its_error(store, make_result, make_night):
+    night = make_night(make_result(throughput=False))
+    (outcome,) = night.outcomes
+    parent = log(store, night.model_copy(update={"outcomes": (outcome.model_copy(update={"error": "not timed"}),)}))
+    (child,) = find_cells(store, parent)
+    assert child.data.metrics["quality.kl_mean"] == 0.0027
+    assert (child.data.tags["kivi.error"], child.data.tags["kivi.verdict"]) == ("not timed", "fail")
 
 
 def test_runs_left_running_by_a_dead_process_are_closed_with_a_reason(store, make_result, make_night):
