@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import llama
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
+from kivi.attention import attention_installed
+from kivi.build import make_prompt_cache
 from kivi.cache import DequantizedKIVICache, KIVICache, register
 from kivi.spec import CacheSpec
 
@@ -36,6 +39,30 @@ def test_200_tokens_saved_and_loaded_go_on_as_before(tmp_path, kind, dtype, sink
         outs.append(each.attend(QUERY.astype(dtype), scale=0.1))
     assert mx.array_equal(*outs).item()
     assert loaded.bytes() == cache.bytes()
+
+
+def test_a_model_goes_on_with_the_same_logits(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 50,
+    }
+    mx.random.seed(6)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    prompt = mx.random.randint(0, 50, (1, 200))
+    with attention_installed(model):
+        caches = make_prompt_cache(model, CacheSpec(residual_length=32, backend="mlx"))
+        model(prompt, cache=caches)
+        save_prompt_cache(str(tmp_path / "prompt.safetensors"), caches)
+        loaded = load_prompt_cache(str(tmp_path / "prompt.safetensors"))
+        assert [type(cache) for cache in loaded] == [KIVICache, KIVICache]
+        logits = [model(mx.array([[7]]), cache=each) for each in (caches, loaded)]
+    assert mx.array_equal(*logits).item()
 
 
 @pytest.mark.parametrize("count", [3, 32, 64])
