@@ -155,20 +155,6 @@ def log_softmax(logits: mx.array) -> mx.array:
     return shifted - mx.logsumexp(shifted, axis=-1, keepdims=True)
 
 
-def require_finite(logits: mx.array, start: int, what: str) -> None:
-    """Stop at logits ``[positions, vocabulary]`` that are not finite.
-
-    Raises:
-        MeasureError: it names the first such position, counted from ``start``.
-    """
-    finite = np.array(mx.all(mx.isfinite(logits), axis=-1))
-    if not finite.all():
-        position = start + int(np.argmin(finite))
-        raise MeasureError(
-            f"{what}: NaN or infinity in the logits at position {position}; look at the model's weights and dtype"
-        )
-
-
 def _counted(sequences: Sequence[Sequence[int]], length: int) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
     """Yield how many positions are done, and will be in all, with each sequence."""
     for index, tokens in enumerate(sequences):
@@ -190,30 +176,40 @@ def _score_sequence(
     parts: list[dict[str, Floats]] = []
     for start, stop in scoring_blocks(arm.layers, len(read)):
         monitor.step("score", progress[0] + start, progress[1])
-        expected, observed = reference.take(stop - start), arm.score(read, stop)
-        require_finite(expected, start, "full")
-        require_finite(observed, start, spec.slug)
-        part = _compare(expected, observed, following[start:stop])
+        full = log_softmax(_finite(reference.take(stop - start), start, "full"))
+        cached = log_softmax(_finite(arm.score(read, stop), start, spec.slug))
+        part = _compare(full, cached, following[start:stop])
         if control is not None:
-            middle = control.score(read, stop)
-            part |= {
-                "control_kl": divergence(expected, middle),
-                "control_flips": mx.argmax(expected, axis=-1) != mx.argmax(middle, axis=-1),
-                "kernel_kl": divergence(middle, observed),
-            }
+            part |= _compare_control(full, log_softmax(control.score(read, stop)), cached)
         parts.append({name: np.array(values.astype(mx.float32)) for name, values in part.items()})
     arm.check_finite()
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _compare(expected: mx.array, observed: mx.array, following: mx.array) -> dict[str, mx.array]:
-    full, cached = log_softmax(expected), log_softmax(observed)
+def _compare(full: mx.array, cached: mx.array, following: mx.array) -> dict[str, mx.array]:
     return {
         "kl": _divergence(full, cached),
         "flips": mx.argmax(full, axis=-1) != mx.argmax(cached, axis=-1),
         "loss": -mx.take_along_axis(cached, following[:, None], axis=-1)[:, 0],
         "loss_full": -mx.take_along_axis(full, following[:, None], axis=-1)[:, 0],
     }
+
+
+def _compare_control(full: mx.array, control: mx.array, cached: mx.array) -> dict[str, mx.array]:
+    return {
+        "control_kl": _divergence(full, control),
+        "control_flips": mx.argmax(full, axis=-1) != mx.argmax(control, axis=-1),
+        "kernel_kl": _divergence(control, cached),
+    }
+
+
+def _finite(logits: mx.array, start: int, what: str) -> mx.array:
+    """Return logits ``[positions, vocabulary]``, and stop at the first position, counted from ``start``, that is not finite."""
+    finite = np.array(mx.all(mx.isfinite(logits), axis=-1))
+    if not finite.all():
+        position = start + int(np.argmin(finite))
+        raise MeasureError(f"{what}: NaN or infinity in the logits at position {position}; look at weights and dtype")
+    return logits
 
 
 class _Reader:
