@@ -44,9 +44,8 @@ class MLXBackend:
         batch, heads, length, dim = keys.shape
         grouped = keys.reshape(batch, heads, length // group_size, group_size, dim)
         codes, scale, zero = _quantize(grouped, -2, bits, param_dtype)
-        lanes = codes.reshape(batch, heads, -1, 16 // bits, dim)
-        halves = (_lane_weights(bits) @ lanes).reshape(batch, heads, -1, dim).astype(mx.uint16)
-        words = mx.contiguous(halves.swapaxes(-1, -2)).view(mx.uint32)
+        parts = _join_lanes(codes.reshape(keys.shape), bits, -2)
+        words = mx.contiguous(parts.swapaxes(-1, -2)).view(mx.uint32)
         return Packed(words, scale.swapaxes(-1, -2), zero.swapaxes(-1, -2))
 
     def quantize_values(self, values: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
@@ -56,9 +55,8 @@ class MLXBackend:
             values = mx.concatenate([values, mx.repeat(values[..., -1:], missing, axis=-1)], axis=-1)
         grouped = values.reshape(*values.shape[:-1], -1, group_size)
         codes, scale, zero = _quantize(grouped, -1, bits, param_dtype)
-        lanes = codes.reshape(*values.shape[:-1], -1, 16 // bits)
-        halves = (lanes @ _lane_weights(bits)[:, None]).squeeze(-1).astype(mx.uint16)
-        return Packed(halves.view(mx.uint32), scale, zero)
+        words = _join_lanes(codes.reshape(values.shape), bits, -1).view(mx.uint32)
+        return Packed(words, scale, zero)
 
     def decode_attention(
         self,
@@ -180,9 +178,20 @@ def _has_nan(grouped: mx.array, axis: int) -> mx.array:
     return above | (mx.max(grouped.view(unsigned), axis=axis) > negative.view(unsigned))
 
 
-def _lane_weights(bits: int) -> mx.array:
-    """Return what the codes of 16 bits are multiplied by before they are summed: exact in float32, and in TF32."""
-    return mx.array([float(1 << shift) for shift in range(0, 16, bits)])
+def _join_lanes(codes: mx.array, bits: int, axis: int) -> mx.array:
+    """Join neighbouring codes along ``axis`` (-1 or -2) into uint16, or into uint8 when a code fills it.
+
+    A product with powers of two is the fastest way that MLX has on a CPU, and exact: sums stay below 2**16, and float32, or
+    TF32 where MLX uses it, holds every factor.
+    """
+    if bits == 8:
+        return codes.astype(mx.uint8)
+    weights = mx.array([float(1 << shift) for shift in range(0, 16, bits)])
+    lanes = weights.size
+    if axis == -1:
+        return (codes.reshape(*codes.shape[:-1], -1, lanes) @ weights).astype(mx.uint16)
+    *outer, length, dim = codes.shape
+    return (weights @ codes.reshape(*outer, length // lanes, lanes, dim)).astype(mx.uint16)
 
 
 def _scores(queries: mx.array, history: History) -> list[mx.array]:
