@@ -16,6 +16,7 @@ from tasks.config import Config, NightlyConfig
 from tasks.exchange import between_machines
 from tasks.gate import Verdict, gate
 from tasks.night import Night
+from tasks.notify import announce
 from tasks.places import REPORTS
 from tasks.report import publish, report
 from tasks.track import find_cells, finish, track
@@ -75,6 +76,7 @@ def log(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_d
     if verdict.passed:
         mark_good(tracking, run_id)
     publish(written, night, verdict, page)
+    announce(night, verdict)
     forget(tracking_dir, night)
     return NightResult(
         night=night, verdict=verdict, page=page, experiment_id=tracking.experiment_id, run_id=run_id, cell_ids=cell_ids

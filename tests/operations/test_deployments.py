@@ -1,0 +1,127 @@
+"""prefect.yaml on a real server: what is deployed is what the code takes, and what it would refuse is refused there."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.deployments import drift, load, read
+from tasks.config import NightlyConfig, load_config
+
+PROJECT = Path(__file__).parents[2]
+CONFIGS = PROJECT / "flows" / "configs"
+ENTRIES = {entry["name"]: entry for entry in read(PROJECT)}
+
+
+def schema(name: str) -> dict[str, Any]:
+    return load(ENTRIES[name]["entrypoint"]).parameters.model_dump_for_openapi()
+
+
+def test_the_nightly_deploys_the_standard_matrix() -> None:
+    assert ENTRIES["nightly"]["parameters"]["config"] == yaml.safe_load((CONFIGS / "nightly.yaml").read_text())
+    assert NightlyConfig.model_validate(ENTRIES["nightly"]["parameters"]["config"]) == load_config(CONFIGS / "nightly.yaml")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_deployments_are_described_versioned_and_tagged(name: str) -> None:
+    entry = ENTRIES[name]
+    assert entry["description"].strip() and entry["tags"]
+    assert entry["version"] == version("kivi-mlx")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_parameter_says_what_it_is(name: str) -> None:
+    found = schema(name)
+    for owner in (found, *found["definitions"].values()):
+        for field, about in owner.get("properties", {}).items():
+            described = "description" in about or "$ref" in about
+            assert described, f"{owner.get('title', name)}.{field} has no description"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_flow_takes_the_parameters_that_its_deployment_gives(name: str) -> None:
+    entry = ENTRIES[name]
+    flow = load(entry["entrypoint"])
+    assert set(entry.get("parameters", {})) <= set(schema(name)["properties"])
+    if set(schema(name).get("required", ())) <= set(entry.get("parameters", {})):
+        flow.validate_parameters(entry["parameters"])
+
+
+def test_what_is_deployed_is_what_the_code_takes(lab: Any) -> None:
+    assert list(drift(lab.api, PROJECT)) == []
+
+
+def test_a_deployment_of_other_code_is_noticed(lab: Any) -> None:
+    deployment = lab.deployment("evaluate/evaluate")
+    older = json.loads(json.dumps(deployment["parameter_openapi_schema"]))
+    del older["properties"]["refresh"]
+    lab.patch(f"/deployments/{deployment['id']}", {"parameter_openapi_schema": older})
+    try:
+        assert [sentence.split(":")[0] for sentence in drift(lab.api, PROJECT)] == ["evaluate"]
+    finally:
+        lab.patch(f"/deployments/{deployment['id']}", {"parameter_openapi_schema": deployment["parameter_openapi_schema"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "field"),
+    [
+        (
+            "nightly/nightly",
+            {"config": {"specs": ["full"], "measure": {"score": {"length": 10}}}},
+            "config.measure.score.length",
+        ),
+        ("nightly/nightly", {"config": {"specs": []}}, "config.specs"),
+        ("nightly/nightly", {"config": {"specs": ["kiwi:bits=2"]}}, "config.specs"),
+        ("nightly/nightly", {"config": {"specs": ["full"], "sepcs": 1}}, "sepcs"),
+        ("nightly/nightly", {"refresh": "perhaps"}, "refresh"),
+        ("evaluate/evaluate", {"spec": "kiwi:bits=2"}, "spec"),
+        ("evaluate/evaluate", {"measure": {"deadline_s": 0}}, "measure.deadline_s"),
+    ],
+)
+def test_the_server_refuses_a_bad_value_and_names_its_field(
+    lab: Any, name: str, parameters: dict[str, Any], field: str
+) -> None:
+    answer = lab.post(f"/deployments/{lab.deployment(name)['id']}/create_flow_run", {"parameters": parameters})
+    assert answer.status_code in {409, 422}, answer.text
+    assert field in answer.text
+
+
+def test_the_command_of_the_readme_runs_a_night_and_shows_it(lab: Any, tmp_path: Path, tiny_matrix: dict[str, Any]) -> None:
+    options = ["-p", f"config={json.dumps(tiny_matrix)}", "-p", f"tracking_dir={json.dumps(str(tmp_path / 'mlruns'))}"]
+    done = lab.prefect("deployment", "run", "nightly/nightly", *options, "--watch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Completed" in done.stdout
+    (page,) = (tmp_path / "mlruns" / "reports").glob("*.html")
+    assert "kivi-k2v2-g32-r32-mlx" in page.read_text()
+
+
+def test_a_regression_is_a_failed_run_whose_message_says_why(lab: Any, tmp_path: Path, tiny_matrix: dict[str, Any]) -> None:
+    strict = {**tiny_matrix, "specs": ["full", "kivi:bits=2,residual=32"], "thresholds": {"kivi-*": {"compression": 100}}}
+    run = lab.run("nightly/nightly", {"config": strict, "tracking_dir": str(tmp_path / "mlruns")})
+    assert run["state"]["type"] == "FAILED"
+    assert "memory.compression is" in run["state"]["message"]
+    events = lab.events("kivi.gate.failed")
+    assert any("below the limit of 100" in json.dumps(event["payload"]) for event in events)
+
+
+def test_up_again_changes_nothing(lab: Any) -> None:
+    before = lab.processes()
+    done = lab.servers("up")
+    assert done.returncode == 0, done.stderr
+    assert lab.processes() == before
+
+
+def test_servers_listen_on_this_machine_only(lab: Any) -> None:
+    hosts = {
+        connection.laddr.ip
+        for name in ("prefect", "mlflow")
+        for process in lab.tree(name)
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == "LISTEN"
+    }
+    assert hosts == {"127.0.0.1"}
