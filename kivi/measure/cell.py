@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 import mlx.core as mx
 
 from kivi import BLAS, backends, machine
-from kivi.accounting import sum_bytes
 from kivi.measure import MeasureError, generation, quality
 from kivi.measure.arms import FULL, Arm
 from kivi.measure.audit import audit_cell
-from kivi.measure.memory import accounting, cache_bytes, held_bytes, key_share, memory, settled_memory
+from kivi.measure.memory import accounting, key_share, memory, settled_memory
 from kivi.measure.monitor import Monitor
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import CellResult, Provenance, Quality
@@ -85,12 +84,11 @@ def measure_cell(
         quality=figures,
         generation=generation.summarise(model, prompts, trajectory, decoded),
         memory=memory(
-            sum_bytes(cache_bytes(cache) for cache in arm.caches),
+            arm.caches,
             tokens=decoded.fed * len(prompts),
             peak_prefill=decoded.peak_prefill,
             peak_decode=decoded.peak_decode,
             growth=growth,
-            held=held_bytes(arm.caches),
         ),
         accounting=accounting(arm.caches, key_share=share, itemsize=itemsize),
         audit=audit,

@@ -79,8 +79,10 @@ def process_peak() -> int:
     return peak if sys.platform == "darwin" else peak * KILOBYTE
 
 
-def memory(total: CacheBytes, *, tokens: int, peak_prefill: int, peak_decode: int, growth: int, held: int) -> Memory:
-    """Return the figures of the caches ``total`` is the sum of, holding ``tokens`` tokens over all rows."""
+def memory(caches: Sequence[Any], *, tokens: int, peak_prefill: int, peak_decode: int, growth: int) -> Memory:
+    """Return the figures of caches, one a layer, that hold ``tokens`` tokens over all rows."""
+    layers = [cache_bytes(cache) for cache in caches]
+    total = sum_bytes(layers)
     return Memory(
         resident_bytes=total.resident,
         accounted_bytes=total.accounted,
@@ -92,7 +94,8 @@ def memory(total: CacheBytes, *, tokens: int, peak_prefill: int, peak_decode: in
         process_peak_bytes=process_peak(),
         tokens=tokens,
         growth_bytes=growth,
-        held_bytes=held,
+        held_bytes=held_bytes(caches),
+        layer_bytes=[layer.resident for layer in layers],
     )
 
 

@@ -175,6 +175,7 @@ class Memory(Record):
     held_bytes: int | None = optional_metric(
         "bytes of every array reachable from the caches, whatever they say: a witness", "bytes", higher_is_better=None
     )
+    layer_bytes: list[int] = Field([], description="resident bytes of each layer, in order")
 
 
 class Accounting(Record):

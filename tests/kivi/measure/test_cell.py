@@ -78,6 +78,7 @@ def test_an_honest_cell_passes_and_is_the_same_after_json(spec: CacheSpec, measu
     assert ("quality.kernel_kl_mean" in values) == (spec.kind == "kivi")
     memory = result.memory
     assert memory.resident_bytes == memory.held_bytes == result.audit.bytes.resident
+    assert sum(memory.layer_bytes) == memory.resident_bytes
     assert memory.tokens == 2 * (80 + 6 - 1 + 2)
     assert memory.full_bytes == memory.tokens * 3 * 2 * 2 * 32 * 4  # layers, keys and values, heads, head_dim, float32
     assert result.accounting.full_key_bytes == result.accounting.full_value_bytes == memory.full_bytes // 2
