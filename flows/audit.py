@@ -9,10 +9,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from flows.progress import listener
 from kivi.backends import resolve
 from kivi.measure.scenes import AuditReport, subject_of
 from kivi.models import check_model
 from tasks.audit import EXPERIMENT, AuditConfig, log_audit, measure_audit, publish_audit
+from tasks.cells import watch
 from tasks.config import Config
 from tasks.logbook import Logged
 from tasks.tracking_store import writer
@@ -44,7 +46,8 @@ def audit(config: AuditConfig, tracking_dir: Path = Path("mlruns")) -> State[Aud
     resolve(config.spec.backend)
     if config.model is not None and config.needs_model:
         check_model(config.model.name, config.model.revision)
-    report = measure_audit(config)
+    with watch(listener().step):
+        report = measure_audit(config)
     with writer(tracking_dir, EXPERIMENT) as store:
         logged = log(store, report, str(runtime.flow_run.id or ""))
     publish_audit(report)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from flows import cli_baseline, cli_store
-from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, sentences
+from flows import cli_baseline, cli_checks, cli_store
+from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, run_flow, sentences
 
 if TYPE_CHECKING:
     from flows.nightly import NightResult
@@ -27,6 +26,8 @@ app = typer.Typer(
 )
 app.add_typer(cli_baseline.app, name="baseline")
 app.add_typer(cli_store.app, name="store")
+app.command()(cli_checks.compare)
+app.command()(cli_checks.audit)
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure anew what was measured before.")]
 Config = Annotated[Path | None, typer.Option("--config", help="Matrix to run, a YAML file; the standard one by default.")]
@@ -44,7 +45,7 @@ def nightly(
         _check(matrix)
         from flows.nightly import nightly as flow
 
-        result = _run(lambda: flow(matrix, tracking_dir.resolve(), refresh, return_state=True))
+        result: NightResult = run_flow(lambda: flow(matrix, tracking_dir.resolve(), refresh, return_state=True))
     _finish(result, tracking_dir, as_json)
 
 
@@ -78,21 +79,27 @@ def evaluate(
         from flows.evaluate import evaluate as flow
 
         cell = (matrix.models[0], matrix.prompt_sets[0], matrix.specs[0], matrix.measure, matrix.thresholds)
-        result = _run(lambda: flow(*cell, tracking_dir.resolve(), refresh, return_state=True))
+        result: NightResult = run_flow(lambda: flow(*cell, tracking_dir.resolve(), refresh, return_state=True))
     _finish(result, tracking_dir, as_json)
 
 
 @app.command("import")
 def import_(
-    result: Annotated[Path, typer.Argument(metavar="RESULT.json", help="A cell's result, measured elsewhere.")],
+    result: Annotated[
+        Path, typer.Argument(metavar="RESULT.json", help="A cell's result, a comparison or an audit, measured elsewhere.")
+    ],
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
     """Log a result that was measured where no tracker is."""
     with sentences():
-        from flows.imported import log_result, read_result
+        from flows.imported import log_check, log_result, read_result
+        from kivi.measure.results import CellResult
 
-        logged = log_result(read_result(result), tracking_dir)
+        read = read_result(result)
+        if not isinstance(read, CellResult):
+            cli_checks.finish(log_check(read, tracking_dir), tracking_dir, as_json)
+        logged = log_result(read, tracking_dir)
     _finish(logged, tracking_dir, as_json)
 
 
@@ -154,24 +161,6 @@ def _check(matrix: NightlyConfig) -> None:
     resolve_specs(matrix)
     for model in matrix.models:
         check_model(model.name, model.revision)
-
-
-def _run(flow: Callable[[], Any]) -> NightResult:
-    """Run a flow with progress on stderr; return what it came to, whether it passed or not.
-
-    Raises:
-        BaseException: what stopped the flow before it had a verdict.
-    """
-    from flows.progress import listening
-    from flows.terminal import logging_to, progress
-
-    console = Console(stderr=True)
-    with progress(console) as shown, logging_to(console), listening(shown):
-        state = flow()
-    result = state.result(raise_on_failure=False)
-    if isinstance(result, BaseException):
-        raise result
-    return cast("NightResult", result)
 
 
 def _finish(result: NightResult, tracking_dir: Path, as_json: bool) -> None:

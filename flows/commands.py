@@ -1,14 +1,15 @@
-"""What the commands of ``kivi`` share: options, exit codes, and how an error becomes a sentence."""
+"""What the commands of ``kivi`` share: options, exit codes, how a flow is run and how an error becomes a sentence."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 PASSED, FAILED, USAGE = 0, 1, 2
 
@@ -30,3 +31,21 @@ def sentences() -> Iterator[None]:
             raise
         sys.stderr.write(f"kivi: {visible(str(error))}\n")
         raise typer.Exit(USAGE) from None
+
+
+def run_flow(flow: Callable[[], Any]) -> Any:
+    """Run a flow with progress on stderr; return what it came to, whether it passed or not.
+
+    Raises:
+        BaseException: what stopped the flow before it had a verdict.
+    """
+    from flows.progress import listening
+    from flows.terminal import logging_to, progress
+
+    console = Console(stderr=True)
+    with progress(console) as shown, logging_to(console), listening(shown):
+        state = flow()
+    result = state.result(raise_on_failure=False)
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -9,8 +9,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
+from flows.progress import listener
 from kivi.measure.comparison import ComparisonResult, check_comparable
 from kivi.models import check_model
+from tasks.cells import watch
 from tasks.compare import EXPERIMENT, CompareConfig, log_comparison, measure_comparison, publish_comparison
 from tasks.compare_report import headline
 from tasks.config import Config
@@ -45,7 +47,8 @@ def compare(config: CompareConfig, tracking_dir: Path = Path("mlruns")) -> State
         check_comparable(spec)
     if config.model is not None:
         check_model(config.model.name, config.model.revision)
-    result = measure_comparison(config)
+    with watch(listener().step):
+        result = measure_comparison(config)
     with writer(tracking_dir, EXPERIMENT) as store:
         logged = log(store, result, str(runtime.flow_run.id or ""))
     publish_comparison(result)

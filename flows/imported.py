@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from flows.audit import Audited
+from flows.compare import Compared
 from flows.nightly import NightResult
+from kivi.measure.comparison import ComparisonResult
 from kivi.measure.results import CellResult
+from kivi.measure.scenes import AuditReport
+from tasks import audit, compare
 from tasks.config import ConfigError, NightlyConfig
 from tasks.gate import judge
 from tasks.night import Night, Outcome, PromptSource, cell_of
@@ -16,21 +22,47 @@ from tasks.report import build_report
 from tasks.track import find_cells, finish_night, log_night
 from tasks.tracking_store import writer
 
+KINDS: dict[str, type[ComparisonResult] | type[AuditReport]] = {"kivi-comparison": ComparisonResult, "kivi-audit": AuditReport}
+NAMES = {CellResult: "a cell's result", ComparisonResult: "a comparison", AuditReport: "an audit"}
 
-def read_result(path: Path) -> CellResult:
-    """Read one cell's result.
+
+def read_result(path: Path) -> CellResult | ComparisonResult | AuditReport:
+    """Read one cell's result, a comparison of backends, or an audit, whichever the file says it is.
 
     Raises:
-        ConfigError: the file cannot be read or is no result.
+        ConfigError: the file cannot be read or is none of them.
     """
     try:
-        return CellResult.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
+        kind = KINDS.get(_kind(content), CellResult)
+        return kind.model_validate_json(content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"{path}: not a cell's result: {where}: {first['msg']}") from None
+        raise ConfigError(f"{path}: not {NAMES[kind]}: {where}: {first['msg']}") from None
+
+
+def _kind(content: bytes) -> str:
+    try:
+        fields = json.loads(content)
+    except ValueError:
+        return ""
+    return str(fields.get("kind", "")) if isinstance(fields, dict) else ""
+
+
+def log_check(result: ComparisonResult | AuditReport, tracking_dir: Path) -> Compared | Audited:
+    """Log a comparison or an audit; logging it again finds its runs.
+
+    Raises:
+        TrackingError: the store cannot be used.
+    """
+    if isinstance(result, ComparisonResult):
+        with writer(tracking_dir, compare.EXPERIMENT) as store:
+            return Compared(result=result, logged=compare.log_comparison(store, result))
+    with writer(tracking_dir, audit.EXPERIMENT) as store:
+        return Audited(report=result, logged=audit.log_audit(store, result))
 
 
 def log_result(result: CellResult, tracking_dir: Path) -> NightResult:

@@ -97,10 +97,11 @@ class AuditReport(Record):
     @property
     def headline(self) -> str:
         """The verdict in a sentence."""
-        errors, ran = len(self.findings("error")), sum(scene.outcome != "not run" for scene in self.scenes)
+        errors, warnings = (_count(len(self.findings(severity)), severity) for severity in ("error", "warning"))
+        ran = sum(scene.outcome != "not run" for scene in self.scenes)
         if self.passed:
-            return f"passed: {ran} scenes, {len(self.findings('info'))} facts, {len(self.findings('warning'))} warnings"
-        return f"failed: {errors} errors in {ran} scenes" if ran else "failed: no scene was run"
+            return f"passed: {_count(ran, 'scene')}, {_count(len(self.findings('info')), 'fact')}, {warnings}"
+        return f"failed: {errors} in {_count(ran, 'scene')}" if ran else "failed: no scene was run"
 
 
 def audit_passed(scenes: Sequence[Scene]) -> bool:
@@ -137,3 +138,7 @@ class Notes:
     ) -> None:
         found = SceneFinding(name=name, severity=severity, evidence=evidence, command=self._command, numbers=dict(numbers))
         self.findings.append(found)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

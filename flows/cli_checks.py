@@ -1,0 +1,121 @@
+"""``kivi compare`` and ``kivi audit``: backends side by side, and one cache seen from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+
+from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, run_flow, sentences
+
+if TYPE_CHECKING:
+    from flows.audit import Audited
+    from flows.compare import Compared
+
+Loaded = TypeVar("Loaded")
+
+ModelName = Annotated[
+    str, typer.Option("--model", help="embedded, a folder in mlx-lm's format, a Hugging Face id as ID@COMMIT, or none.")
+]
+Settings = Annotated[Path | None, typer.Option("--settings", help="YAML of further fields, as in Prefect's form.")]
+
+
+def compare(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="KIND[:key=value,...], e.g. kivi:bits=2.")],
+    model: ModelName = "embedded",
+    settings: Settings = None,
+    tracking_dir: TrackingDir = MLRUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the backends of this machine on caches: parity with the definition, and speed."""
+    with sentences():
+        from kivi.measure.comparison import check_comparable
+        from tasks.compare import CompareConfig
+
+        config = _read(CompareConfig, {"specs": specs, "model": _model(model)}, settings)
+        for spec in config.specs:
+            check_comparable(spec)
+        _check_model(config.model)
+        from flows.compare import compare as flow
+
+        compared = run_flow(lambda: flow(config, tracking_dir.resolve(), return_state=True))
+    finish(compared, tracking_dir, as_json)
+
+
+def audit(
+    spec: Annotated[str, typer.Argument(help="KIND[:key=value,...], e.g. kivi:bits=2 or kivi-roundtrip:bits=2.")],
+    scene: Annotated[list[str] | None, typer.Option("--scene", help="Play this scene only; may be repeated.")] = None,
+    model: ModelName = "embedded",
+    settings: Settings = None,
+    tracking_dir: TrackingDir = MLRUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Audit one cache: its books, its memory, its history, its kernels, its error along a decode."""
+    with sentences():
+        from kivi.backends import resolve
+        from kivi.measure.scenes import subject_of
+        from tasks.audit import AuditConfig
+
+        config = _read(AuditConfig, {"spec": spec, "scenes": scene or [], "model": _model(model)}, settings)
+        subject_of(config.spec, heads=1, head_dim=8)
+        resolve(config.spec.backend)
+        _check_model(config.model if config.needs_model else None)
+        from flows.audit import audit as flow
+
+        audited = run_flow(lambda: flow(config, tracking_dir.resolve(), return_state=True))
+    finish(audited, tracking_dir, as_json)
+
+
+def finish(result: Compared | Audited, tracking_dir: Path, as_json: bool) -> NoReturn:
+    """Show what a comparison or an audit came to, and end with its exit code."""
+    from flows.compare import Compared
+    from flows.terminal_checks import show_audit, show_comparison
+
+    console = Console(stderr=as_json)
+    if isinstance(result, Compared):
+        show_comparison(console, result, tracking_dir)
+        passed, measured = result.result.passed, result.result.model_dump(mode="json")
+    else:
+        show_audit(console, result, tracking_dir)
+        passed, measured = result.report.passed, result.report.model_dump(mode="json")
+    if as_json:
+        look = result.logged.model_dump(mode="json")
+        print(json.dumps({"passed": passed, "logged": look, "result": measured}, indent=2))  # noqa: T201  the result
+    raise typer.Exit(PASSED if passed else FAILED)
+
+
+def _model(name: str) -> str | None:
+    return None if name == "none" else name
+
+
+def _check_model(model: Any) -> None:
+    from kivi.models import check_model
+
+    if model is not None:
+        check_model(model.name, model.revision)
+
+
+def _read(kind: type[Loaded], fields: dict[str, Any], settings: Path | None) -> Loaded:
+    """Return the configuration of ``fields`` and of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field cannot be used.
+    """
+    import yaml
+    from pydantic import TypeAdapter, ValidationError
+
+    from tasks.config import ConfigError, first_sentence
+
+    try:
+        further = yaml.safe_load(settings.read_text(encoding="utf-8")) if settings else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{settings}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(further, dict):
+        raise ConfigError(f"{settings}: expected a mapping of fields, got {type(further).__name__}")
+    try:
+        return TypeAdapter(kind).validate_python({**further, **fields})
+    except ValidationError as error:
+        raise ConfigError(first_sentence(error)) from None
