@@ -35,6 +35,8 @@ class Kernel:
         inputs, outputs: The buffers' names in the body, in order.
         threads: Threads a threadgroup, a multiple of 32.
         headers: Files of dialect functions that the body uses; ``{prelude}`` in a name is the target's prelude.
+        before: A second body that runs in the threadgroups with ``group.x`` below the macro TENSOR_FROM.
+        resident: Threadgroups that a CUDA multiprocessor is to hold at once, which caps a thread's registers; 0: no cap.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Kernel:
     outputs: tuple[str, ...]
     threads: int
     headers: tuple[str, ...]
+    before: str | None = None
+    resident: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Program:
     output_dtypes: tuple[mx.Dtype, ...]
     header: str
     source: str
+    bounds: tuple[int, int] = (0, 0)  # threads a threadgroup and threadgroups to hold at once, where they are to cap registers
 
 
 class Launch(Protocol):
@@ -121,10 +126,15 @@ def compose(
             *(read_source(header.format(prelude=target.prelude)) for header in kernel.headers),
         ]
     )
-    source = f"{target.prologue}\n{read_source(kernel.name + '.body')}"
-    digest = hashlib.sha256(repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs)).encode()).hexdigest()
+    body = read_source(kernel.name + ".body")
+    if kernel.before is not None:
+        body = f"if (group.x < TENSOR_FROM) {{\n{read_source(kernel.before + '.body')}}} else {{\n{body}}}\n"
+    source = f"{target.prologue}\n{body}"
+    bounds = (kernel.threads, kernel.resident) if kernel.resident else (0, 0)
+    text = repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs, bounds))
+    digest = hashlib.sha256(text.encode()).hexdigest()
     name = f"kivi_{kernel.name}_{digest[:12]}"
-    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source)
+    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source, bounds)
 
 
 def launch(

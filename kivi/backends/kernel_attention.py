@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from kivi.backends import BackendError, History, Packed
-from kivi.backends.kernel import Kernel, Setting, Target, launch
+from kivi.backends.kernel import SIMD_WIDTH, Kernel, Setting, Target, launch
 from kivi.quantize import padded_length
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
@@ -31,9 +31,13 @@ ATTENTION = Kernel(
     THREADS,
     ("lanes.h", "attention.h"),
 )
-MERGE_INPUTS = ("split_out", "split_sums", "sink_logits", "layout")
-MERGE = Kernel("attention_merge", MERGE_INPUTS, ("out",), THREADS, ("attention.h",))
-MERGE_PAIR = Kernel("attention_merge", (*MERGE_INPUTS, "more_out", "more_sums"), ("out",), THREADS, ("attention.h",))
+MERGE = Kernel(
+    "attention_merge",
+    ("split_out", "split_sums", "sink_logits", "layout"),
+    ("out",),
+    256,
+    ("lanes.h", "attention.h"),
+)
 
 
 class Split(NamedTuple):
@@ -60,7 +64,7 @@ class Layout(NamedTuple):
     mask_query: int
     mask_token: int
     count_stride: int
-    more_splits: int
+    tensor_from: int
 
 
 class Call(NamedTuple):
@@ -85,15 +89,8 @@ def decode_attention(
     """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`. A query that sees nothing gets zeros."""
     call = describe(queries, history, scale=scale, causal=causal, mask=mask)
     split = plan(queries, history, sum(-(-tokens // TILE_TOKENS) for tokens in capacities(history)))
-    part = attend(target, ATTENTION, call, queries, history, split, {"SKIPS": 0})
-    return merge(target, queries, [part], call.layout, sinks)
-
-
-class Part(NamedTuple):
-    """What a grid over splits leaves: outputs ``[rows, splits, D_v]``, maxima and sums ``[rows, splits, 2]``."""
-
-    out: mx.array
-    sums: mx.array
+    layout = call.layout._replace(splits=split.splits, tensor_from=split.splits)
+    return attend(target, ATTENTION, call._replace(layout=layout), queries, history, split, {"SKIPS": 0}, sinks)
 
 
 def attend(
@@ -104,48 +101,40 @@ def attend(
     history: History,
     split: Split,
     settings: dict[str, Setting],
-) -> Part:
-    """Run ``kernel`` over heads, tiles of queries and splits."""
+    sinks: mx.array | None,
+) -> mx.array:
+    """Run ``kernel`` over heads, tiles of queries and splits, and merge the splits into ``[B, H_q, L, D_v]``."""
     batch, heads = history.window_keys.shape[:2]
-    rows = math.prod(queries.shape[:3])
+    rows, splits = math.prod(queries.shape[:3]), split.splits
     channels = history.window_values.shape[-1]
-    outputs = [((rows, split.splits, channels), mx.float32), ((rows, split.splits, 2), mx.float32)]
-    return Part(
-        *launch(
-            target,
-            kernel,
-            call.settings | settings | {"QUERY_TILE": split.query_tile},
-            [*call.arrays, constant(call.layout._replace(splits=split.splits), mx.int32), call.factor],
-            groups=(split.splits, split.query_tiles, batch * heads),
-            outputs=outputs,
-        )
+    layout = constant(call.layout, mx.int32)
+    parts = launch(
+        target,
+        kernel,
+        call.settings | settings | {"QUERY_TILE": split.query_tile},
+        [*call.arrays, layout, call.factor],
+        groups=(splits, split.query_tiles, batch * heads),
+        outputs=[((rows, splits, channels), mx.float32), ((rows, splits, 2), mx.float32)],
     )
-
-
-def merge(target: Target, queries: mx.array, parts: list[Part], layout: Layout, sinks: mx.array | None) -> mx.array:
-    """Merge the splits of one part or of two into ``[B, H_q, L, D_v]``."""
-    first, *more = parts
-    channels = first.out.shape[-1]
-    settings: dict[str, Setting] = {
+    merging: dict[str, Setting] = {
         "ELEMENT": queries.dtype,
         "VALUE_CHANNELS": channels,
         "SINK_LOGITS": int(sinks is not None),
-        "PAIRED": len(more),
+        "SIMDS": MERGE.threads // SIMD_WIDTH,
     }
     logits = constant((0.0,), mx.float32) if sinks is None else sinks.astype(mx.float32)
-    layout = layout._replace(splits=first.out.shape[1], more_splits=more[0].out.shape[1] if more else 0)
-    (out,) = launch(
-        target,
-        MERGE_PAIR if more else MERGE,
-        settings,
-        [*first, logits, constant(layout, mx.int32), *(array for part in more for array in part)],
-        groups=(first.out.shape[0], 1, 1),
-        outputs=[((*queries.shape[:3], channels), queries.dtype)],
-    )
+    outputs = [((*queries.shape[:3], channels), queries.dtype)]
+    (out,) = launch(target, MERGE, merging, [*parts, logits, layout], groups=(rows, 1, 1), outputs=outputs)
     return out
 
 
-def plan(queries: mx.array, history: History, tiles: int, query_tiles: tuple[int, ...] = QUERY_TILES) -> Split:
+def plan(
+    queries: mx.array,
+    history: History,
+    tiles: int,
+    query_tiles: tuple[int, ...] = QUERY_TILES,
+    wanted: int = WANTED_GROUPS,
+) -> Split:
     """Cut the work by shapes and capacities, never by counts, which may be on the GPU only.
 
     ``tiles`` are those that the tokens' capacity has; no more splits are made.
@@ -154,7 +143,7 @@ def plan(queries: mx.array, history: History, tiles: int, query_tiles: tuple[int
     rows = queries.shape[1] // heads * queries.shape[2]
     query_tile = next((tile for tile in query_tiles if tile >= rows), query_tiles[-1])
     tiles_of_queries = -(-rows // query_tile)
-    splits = min(max(WANTED_GROUPS // (batch * heads * tiles_of_queries), 1), max(tiles, 1), MOST_SPLITS)
+    splits = min(max(wanted // (batch * heads * tiles_of_queries), 1), max(tiles, 1), MOST_SPLITS)
     return Split(query_tile, tiles_of_queries, splits)
 
 
@@ -237,12 +226,12 @@ def _counts(history: History, batch: int) -> tuple[mx.array, int]:
     return mx.stack(columns, axis=-1), 3
 
 
-def _mask(mask: mx.array | None) -> tuple[mx.array, list[int]]:
+def _mask(mask: mx.array | None) -> tuple[mx.array, tuple[int, int, int, int]]:
     """Return the mask as additive float32 and its strides, 0 along axes that it broadcasts over."""
     if mask is None:
-        return constant((0.0,), mx.float32), [0, 0, 0, 0]
+        return constant((0.0,), mx.float32), (0, 0, 0, 0)
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     additive = mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask
     shape = additive.shape
-    strides = [math.prod(shape[axis + 1 :]) if shape[axis] > 1 else 0 for axis in range(4)]
-    return additive.astype(mx.float32), strides
+    batch, head, query, token = (math.prod(shape[axis + 1 :]) if shape[axis] > 1 else 0 for axis in range(4))
+    return additive.astype(mx.float32), (batch, head, query, token)

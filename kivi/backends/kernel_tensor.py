@@ -1,4 +1,6 @@
-"""Decode attention on tensor cores: a body of its own for whole tiles of codes, the portable one for the rest."""
+"""Decode attention on tensor cores: a body of its own for whole tiles of codes, the portable one for the rest.
+
+Both run in one grid, so that the rest, which is short and waits for memory, runs beside the codes."""
 
 from __future__ import annotations
 
@@ -6,21 +8,24 @@ import mlx.core as mx
 
 from kivi.backends import History, kernel_attention
 from kivi.backends.kernel import Kernel, Setting, Target
-from kivi.backends.kernel_attention import HISTORY_INPUTS, TENSOR_TILE_TOKENS, TILE_TOKENS, attend, capacities, merge, plan
+from kivi.backends.kernel_attention import HISTORY_INPUTS, TENSOR_TILE_TOKENS, TILE_TOKENS, attend, capacities, plan
 from kivi.backends.kernel_backend import KernelBackend
 from kivi.quantize import padded_length
 
 MOST_CHANNELS = 128  # a row of words is held in registers
 QUERY_TILES = (1, 2)
 MANTISSA_BITS = 10  # of float16: codes within them need no shift
-THREADS = 128
+SIMDS = 4  # SIMD groups a threadgroup
+WANTED_GROUPS = 4096  # threadgroups of work at most: a few waves, so that none waits long for the last
 
 TENSOR = Kernel(
     "attention_tensor",
     ("queries", *HISTORY_INPUTS, "mask", "counts", "layout", "factor"),
     ("split_out", "split_sums"),
-    THREADS,
+    SIMDS * 32,
     ("lanes.h", "attention.h", "tensor_{prelude}"),
+    before="attention",
+    resident=4,
 )
 
 
@@ -68,13 +73,17 @@ def decode_attention(
     sink_room, code_room, window_room = capacities(history)
     settings: dict[str, Setting] = {
         "PARAM": mx.float16,
-        "SIMDS": THREADS // 32,
+        "SIMDS": SIMDS,
         "KEY_DIRECT": MANTISSA_BITS // history.key_bits,
         "VALUE_DIRECT": MANTISSA_BITS // history.value_bits,
+        "SKIPS": 1,
+        "PREFETCH_ON": 1,
     }
-    tiles = -(-code_room // (TENSOR_TILE_TOKENS * THREADS // 32))
-    coded = attend(target, TENSOR, call, queries, history, plan(queries, history, tiles, QUERY_TILES), settings)
-    # Fewer than a tile of codes are left, in two portable tiles at most.
+    coded = plan(queries, history, -(-code_room // (TENSOR_TILE_TOKENS * SIMDS)), QUERY_TILES, WANTED_GROUPS)
+    # Fewer than a tile of codes are left to the portable body, in two of its tiles at most.
     left = TENSOR_TILE_TOKENS // TILE_TOKENS + sum(-(-room // TILE_TOKENS) for room in (sink_room, window_room))
-    rest = attend(target, kernel_attention.ATTENTION, call, queries, history, plan(queries, history, left), {"SKIPS": 1})
-    return merge(target, queries, [coded, rest], call.layout, sinks)
+    rest = plan(queries, history, left, QUERY_TILES).splits
+    settings["VALUE_TILES"] = -(-coded.query_tile // 2)  # two queries share a matrix's columns
+    split = coded._replace(splits=rest + coded.splits)
+    call = call._replace(layout=call.layout._replace(splits=split.splits, tensor_from=rest))
+    return attend(target, TENSOR, call, queries, history, split, settings, sinks)

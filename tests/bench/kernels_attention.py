@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ class Inputs(NamedTuple):
     history: History
 
 
+Attend = Callable[[mx.array, Inputs], mx.array]
+
+
 def make(backend: Backend, shape: Shape, repeats: int, bits: int) -> Inputs:
     """Return queries, the full cache and the same tokens packed, the last 128 exact."""
     batch, heads, tokens, channels = shape
@@ -71,29 +75,38 @@ def packed_bytes(history: History) -> int:
     return sum(array.nbytes for array in arrays)
 
 
+def in_turn(attend: Attend, sets: list[Inputs], first: int, calls: int) -> mx.array:
+    """Chain ``calls`` calls, each with the next set's cache and the last one's result as queries, as layers follow layers."""
+    queries = sets[first % len(sets)].queries
+    for turn in range(first, first + calls):
+        queries = attend(queries, sets[turn % len(sets)])
+    return queries
+
+
 def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, rounds: int) -> dict[str, Any]:
     """Return timings of one shape, and the error against float32 attention on the full-precision (unquantised) window."""
     sets = [make(backend, shape, repeats, bits) for _ in range(SETS[shape])]
     scale = shape.channels**-0.5
     arguments = {"scale": scale, "causal": True, "mask": None, "sinks": None}
 
-    def full(turn: int) -> mx.array:
-        one = sets[turn % len(sets)]
-        return mx.fast.scaled_dot_product_attention(one.queries, one.keys, one.values, scale=scale)
+    def full(queries: mx.array, one: Inputs) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(queries, one.keys, one.values, scale=scale)
 
-    def packed(turn: int) -> mx.array:
-        one = sets[turn % len(sets)]
-        return backend.decode_attention(one.queries, one.history, **arguments)
+    def packed(queries: mx.array, one: Inputs) -> mx.array:
+        return backend.decode_attention(queries, one.history, **arguments)
 
-    def portable(turn: int) -> mx.array:
-        one = sets[turn % len(sets)]
-        return kernel_attention.decode_attention(backend.target, one.queries, one.history, **arguments)
+    def portable(queries: mx.array, one: Inputs) -> mx.array:
+        return kernel_attention.decode_attention(backend.target, queries, one.history, **arguments)
 
-    arms: dict[str, Arm] = {"full": full, "packed": packed, "packed_portable": portable}
+    def chain(attend: Attend) -> Arm:
+        return lambda first, calls: in_turn(attend, sets, first, calls)
+
+    arms = {"full": chain(full), "packed": chain(packed), "packed_portable": chain(portable)}
     row = interleave(arms, "full", rounds=rounds)
     moved = packed_bytes(sets[0].history)
     full_bytes = FULL_BYTES * shape.batch * shape.heads * shape.tokens * shape.channels
-    difference = mx.max(mx.abs(packed(0).astype(mx.float32) - portable(0).astype(mx.float32))).item()
+    results = [attend(sets[0].queries, sets[0]).astype(mx.float32) for attend in (packed, portable)]
+    difference = mx.max(mx.abs(results[0] - results[1])).item()
     return row | {
         "shape": shape._asdict(),
         "queries_a_head": repeats,

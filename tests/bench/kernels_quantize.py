@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ def round_trip(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[st
     def kernels(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         return backend.group_roundtrip(k, axis=-2, **settings), backend.group_roundtrip(v, axis=-1, **settings)
 
-    arms: dict[str, Arm] = {
-        name: lambda turn, run=run: run(keys[turn % SETS], values[turn % SETS])
-        for name, run in (("mlx", plain), ("mlx_compiled", compiled), (backend.name, kernels))
-    }
+    def repeat(run: Callable[[mx.array, mx.array], object]) -> Arm:
+        return lambda first, calls: [run(keys[turn % SETS], values[turn % SETS]) for turn in range(first, first + calls)]
+
+    arms = {"mlx": repeat(plain), "mlx_compiled": repeat(compiled), backend.name: repeat(kernels)}
     row = interleave(arms, "mlx", rounds=rounds)
     differing = sum(mx.sum(a != b).item() for a, b in zip(kernels(keys[0], values[0]), plain(keys[0], values[0]), strict=True))
     moved = 2 * 2 * keys[0].nbytes
@@ -77,7 +78,10 @@ def packing(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, 
             *backend.quantize_values(values[turn % SETS], **settings),
         ]
 
-    arms: dict[str, Arm] = {"mx.quantize": affine, "mlx": definition, backend.name: kernels}
+    def repeat(run: Callable[[int], object]) -> Arm:
+        return lambda first, calls: [run(turn) for turn in range(first, first + calls)]
+
+    arms = {"mx.quantize": repeat(affine), "mlx": repeat(definition), backend.name: repeat(kernels)}
     row = interleave(arms, "mx.quantize", rounds=rounds)
     return row | {"what": "quantise and pack", "tokens": tokens, "bits": bits}
 

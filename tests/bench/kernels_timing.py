@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,27 +16,25 @@ import kivi  # noqa: F401  (it loads the BLAS)
 
 import mlx.core as mx  # isort: skip  (after kivi)
 
-Arm = Callable[[int], mx.array | Sequence[mx.array]]
+Arm = Callable[[int, int], object]  # number of the first input set and calls -> the lazy results of all calls
 
 
 def interleave(arms: dict[str, Arm], baseline: str, *, rounds: int = 15, calls: int = 8) -> dict[str, Any]:
     """Time ``arms`` in turn and return milliseconds a call and ratios to ``baseline``, round by round.
 
-    An arm is called with the number of an input set. A round builds the lazy graph of ``calls`` calls, then times its
-    evaluation alone, as a decoding loop builds a step while the device runs the one before. ``host_us`` is the time to build
-    the graph of one call.
+    A round builds the lazy graph of ``calls`` calls, then times its evaluation alone, as a decoding loop builds a step while
+    the device runs the one before. ``host_us`` is the time to build the graph of one call.
     """
     times: dict[str, list[float]] = {name: [] for name in arms}
     host: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
-        for turn in range(3):
-            mx.eval(arm(turn))
+        mx.eval(arm(0, calls))
     for number in range(rounds):
         order = list(arms)
         for name in order[number % len(order) :] + order[: number % len(order)]:
             mx.synchronize()
             started = time.perf_counter()
-            results = [arms[name](number * calls + turn) for turn in range(calls)]
+            results = arms[name](number * calls, calls)
             built = time.perf_counter()
             mx.eval(results)
             mx.synchronize()

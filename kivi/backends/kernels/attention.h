@@ -16,7 +16,7 @@ FN float weight_of(float x, float maximum) { return maximum == -INFINITY_F ? 0.0
 #define QUERY_ROWS layout[0]     // queries of one KV head: query heads a KV head times L
 #define QUERIES layout[1]        // L
 #define KV_HEADS layout[2]
-#define SPLITS layout[3]
+#define SPLITS layout[3]         // of the tokens
 #define CODE_CAPACITY layout[4]  // tokens
 #define SINK_CAPACITY layout[5]
 #define WINDOW_CAPACITY layout[6]
@@ -26,4 +26,4 @@ FN float weight_of(float x, float maximum) { return maximum == -INFINITY_F ? 0.0
 #define MASK_QUERY layout[10]
 #define MASK_TOKEN layout[11]
 #define COUNT_STRIDE layout[12]  // 3 when every row of the batch has its own counts, else 0
-#define MORE_SPLITS layout[13]     // splits of the second kernel whose results are merged
+#define TENSOR_FROM layout[13]   // first split of attention_tensor's; those before are attention's (SPLITS where it runs alone)

@@ -11,6 +11,7 @@ typedef unsigned int uint;
 #define INFINITY_F __int_as_float(0x7f800000)
 #define NAN_F __int_as_float(0x7fc00000)
 #define UNROLL _Pragma("unroll")
+#define UNROLL_LOADS _Pragma("unroll 4")
 
 FN uint as_uint(float x) { return __float_as_uint(x); }
 FN float as_float(uint bits) { return __uint_as_float(bits); }
@@ -42,7 +43,7 @@ FN void store8(E* to, const float* from) {
   for (int i = 0; i < int(sizeof(E) / 2); i++) reinterpret_cast<uint4*>(to)[i] = held[i];
 }
 
-#define SHARED(type, name, count) __shared__ type name[count]
+#define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define BARRIER() __syncthreads()
 #define SIMD_BARRIER() __syncwarp()
 

@@ -28,6 +28,7 @@ typedef unsigned int uint;
 #else
 #define UNROLL
 #endif
+#define UNROLL_LOADS
 
 FN uint as_uint(float x) { uint bits; memcpy(&bits, &x, 4); return bits; }
 FN float as_float(uint bits) { float x; memcpy(&x, &bits, 4); return x; }

@@ -10,6 +10,7 @@
 #define INFINITY_F INFINITY
 #define NAN_F NAN
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL_LOADS _Pragma("clang loop unroll_count(4)")
 
 FN uint as_uint(float x) { return as_type<uint>(x); }
 FN float as_float(uint bits) { return as_type<float>(bits); }
