@@ -64,13 +64,13 @@ class LayerSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["full", "kivi", "kivi-roundtrip"] | None = None
-    key_bits: Bits | None = None
-    value_bits: Bits | None = None
-    group_size: GroupSize | None = None
-    residual_length: TokenCount | None = None
-    sink_length: TokenCount | None = None
-    param_dtype: ParamDtype | None = None
+    kind: Literal["full", "kivi", "kivi-roundtrip"] | None = Field(None, description="kind of this layer's cache")
+    key_bits: Bits | None = Field(None, description="bits a key code")
+    value_bits: Bits | None = Field(None, description="bits a value code")
+    group_size: GroupSize | None = Field(None, description="elements that share a scale and a zero")
+    residual_length: TokenCount | None = Field(None, description="newest tokens kept in full precision")
+    sink_length: TokenCount | None = Field(None, description="first tokens kept in full precision")
+    param_dtype: ParamDtype | None = Field(None, description="dtype of scales and zeros")
 
 
 class CacheSpec(BaseModel):
@@ -163,6 +163,14 @@ class CacheSpec(BaseModel):
             if named % count == index:
                 return self._merge(layer)
         return self.model_copy(update={"layers": {}})
+
+    def quantized_tokens(self, offset: int) -> int:
+        """Return how many of ``offset`` tokens are quantised, in a cache that was never trimmed.
+
+        Tokens leave the residual window (algorithm 1 of the paper) in whole groups counted from the end of the sinks.
+        """
+        aged = max(0, offset - self.sink_length - self.residual_length)
+        return aged // self.group_size * self.group_size
 
     @property
     def params(self) -> mx.Dtype:
