@@ -11,6 +11,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from typing import Protocol
 
@@ -173,6 +174,14 @@ def launch(
     except (RuntimeError, ValueError) as error:
         raise BackendError(f"backend={target.name}: kernel {kernel.name} with {_describe(settings)} failed: {error}") from error
     return results
+
+
+@lru_cache(maxsize=1024)
+def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
+    """Return a small input, kept because the same few are passed in every layer and step."""
+    array = mx.array(values + (0,) * max(SMALLEST_INPUT - len(values), 0), dtype)
+    mx.eval(array)
+    return array
 
 
 def compiled_variants(target: Target) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from kivi.backends import BackendError, History, Packed
-from kivi.backends.kernel import SIMD_WIDTH, Kernel, Setting, Target, launch
+from kivi.backends.kernel import SIMD_WIDTH, Kernel, Setting, Target, constant, launch
 from kivi.quantize import padded_length
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
@@ -198,16 +197,8 @@ def _settings(history: History, mask: mx.array | None) -> dict[str, Setting]:
     }
 
 
-@lru_cache(maxsize=1024)
-def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
-    """Return a small array, kept because the same few are passed in every layer and step."""
-    array = mx.array(values, dtype)
-    mx.eval(array)
-    return array
-
-
 def _or_nothing(array: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    return constant((0,) * 8, dtype) if array is None else array
+    return constant((0,), dtype) if array is None else array
 
 
 def _codes(packed: Packed | None) -> tuple[mx.array, mx.array, mx.array]:

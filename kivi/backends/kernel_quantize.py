@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 
 from kivi.backends import Packed
-from kivi.backends.kernel import Grid, Kernel, Setting, Target, launch
+from kivi.backends.kernel import Grid, Kernel, Setting, Target, constant, launch
 from kivi.quantize import padded_length, smallest_scale
 
 THREADS = 128
@@ -73,11 +73,11 @@ def _key_grid(x: mx.array, group_size: int) -> tuple[mx.array, Grid]:
     *leading, tokens, channels = x.shape
     arrays, groups = math.prod(leading), -(-tokens // group_size)
     threads = arrays * groups * channels
-    return mx.array([tokens, channels, groups, arrays], mx.uint32), (-(-threads // THREADS), 1, 1)
+    return constant((tokens, channels, groups, arrays), mx.uint32), (-(-threads // THREADS), 1, 1)
 
 
 def _value_grid(x: mx.array, group_size: int) -> tuple[mx.array, Grid]:
     *leading, channels = x.shape
     rows = math.prod(leading)
     threads = rows * padded_length(channels, group_size) // LANE_CHANNELS
-    return mx.array([rows], mx.uint32), (-(-threads // THREADS), 1, 1)
+    return constant((rows,), mx.uint32), (-(-threads // THREADS), 1, 1)
