@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.schemas.objects import State
+from pydantic import TypeAdapter
 
 from flows.nightly import NightResult, run_matrix
 from kivi.measure.settings import MeasureSettings
 from tasks.config import Model, NightlyConfig, Prompts, Spec, Thresholds
 
 
-@flow(name="evaluate", flow_run_name="{spec} on {model}", persist_result=False)
+def run_name() -> str:
+    """Return what a person reads, e.g. ``kivi-k2v2-g32-r128-auto on embedded``."""
+    given = runtime.flow_run.parameters  # as they were given, not as they were validated
+    spec, model = TypeAdapter(Spec).validate_python(given["spec"]), TypeAdapter(Model).validate_python(given["model"])
+    return f"{spec.slug} on {model.name}"
+
+
+@flow(name="evaluate", flow_run_name=run_name, persist_result=False)
 def evaluate(
     model: Model,
     prompts: Prompts,
