@@ -120,6 +120,9 @@ class Lab:
     def patch(self, path: str, content: Any) -> None:
         httpx.patch(self.api + path, json=content, timeout=30).raise_for_status()
 
+    def delete(self, path: str) -> None:
+        httpx.delete(self.api + path, timeout=30).raise_for_status()
+
     def get(self, path: str) -> Any:
         return httpx.get(self.api + path, timeout=30).raise_for_status().json()
 
