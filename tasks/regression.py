@@ -11,7 +11,7 @@ Three kinds of measurement are compared in three ways.
 A regression is a change for the worse whose interval excludes no change, after control of the false discovery rate over
 all sampled comparisons of the night (Benjamini and Hochberg, 1995), and which is larger than what is tolerated. With no
 change anywhere, that rate is the chance of any false alarm in a night; it does not cover what differs between nights and
-is the same for all rounds of one, which is what the tolerance of speed is for (docs/operations.md has the figures).
+is the same for all rounds of one, which is what the tolerance of speed is for (docs/history.md has the figures).
 """
 
 from __future__ import annotations
@@ -228,6 +228,8 @@ class _Estimator:
 
     def _bootstrap(self, differences: Floats) -> _Estimate:
         """Return the mean of ``differences``, its percentile interval, and the p value at which that interval meets zero."""
+        if not differences.any():
+            return _Estimate(0.0, Interval(low=0.0, high=0.0, method=f"all {differences.size} pairs are equal"), 1.0)
         means = self._draws(differences.size) @ (differences / differences.size)
         low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         method = f"percentile bootstrap, {self._resamples} resamples of {differences.size} pairs, seed {self._seed}"
