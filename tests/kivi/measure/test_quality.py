@@ -91,10 +91,10 @@ def test_a_full_cache_differs_from_itself_by_float_noise_alone(
     figures = summarise(
         score(tiny(architecture), [draw_tokens(161)], CacheSpec(kind="full"), references=references, monitor=monitor), seed=0
     )
-    assert figures.kl_max < 1e-9
+    assert figures.kl_max < (1e-9 if mx.default_device() == mx.cpu else 1e-4)  # CUDA multiplies in TF32
     assert figures.flip_rate == 0
     assert figures.coverage == 1
-    assert figures.perplexity == pytest.approx(figures.perplexity_full, rel=1e-5)
+    assert figures.perplexity == pytest.approx(figures.perplexity_full, rel=1e-4)
 
 
 @pytest.mark.parametrize("spec", [ROUNDTRIP, PACKED])
@@ -103,7 +103,7 @@ def test_scoring_in_chunks_is_decoding(spec: CacheSpec, tiny: Tiny, references: 
     scores = score(model, [tokens], spec, references=references, monitor=monitor)
     check = check_steps(model, tokens, spec, scores, 80, references=references, monitor=monitor)
     assert check.positions == 80
-    assert check.kl_mean_steps == pytest.approx(check.kl_mean_chunks, rel=1e-3)
+    assert check.kl_mean_steps == pytest.approx(check.kl_mean_chunks, rel=1e-2)
     assert check.largest_difference < 1e-2 * check.kl_mean_chunks
 
 
@@ -112,8 +112,8 @@ def test_packed_and_round_trip_caches_make_the_same_error(tiny: Tiny, references
     roundtrip, packed = (
         summarise(score(tiny(), tokens, spec, references=references, monitor=monitor), 0) for spec in (ROUNDTRIP, PACKED)
     )
-    assert packed.control_kl_mean == pytest.approx(roundtrip.kl_mean, rel=1e-3)
-    assert packed.kl_mean == pytest.approx(roundtrip.kl_mean, rel=1e-3)
+    assert packed.control_kl_mean == pytest.approx(roundtrip.kl_mean, rel=1e-2)
+    assert packed.kl_mean == pytest.approx(roundtrip.kl_mean, rel=1e-2)
     assert packed.kernel_kl_mean is not None
     assert packed.kernel_kl_mean < 1e-3 * packed.kl_mean
     assert roundtrip.control_kl_mean is None
