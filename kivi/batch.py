@@ -304,9 +304,8 @@ class BatchKIVICache:
 
         As :class:`KIVICache`'s, but the sinks leave the window all at once: they are exact in either place.
         """
-        sinks, group_size = self.spec.sink_length, self.spec.group_size
-        aged = max(0, offset - sinks - self.spec.residual_length)
-        return 0 if offset < sinks else sinks + aged // group_size * group_size
+        sinks = self.spec.sink_length
+        return 0 if offset < sinks else sinks + self.spec.quantized_tokens(offset)
 
     def _flush(self, offsets: Sequence[int]) -> None:
         """Move what leaves the window of each row, were it ``offsets[row]`` long, into sinks and codes."""

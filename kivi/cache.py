@@ -25,10 +25,9 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from kivi.accounting import CacheBytes, resident_bytes
+from kivi.accounting import CacheBytes, packed_bytes, resident_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
-from kivi.quantize import padded_length
 from kivi.spec import CacheSpec, SpecError
 from kivi.storage import CodeStore, ExactStore, live_arrays
 
@@ -255,25 +254,18 @@ class KIVICache:
         if self._window.keys is None or self._window.values is None:
             return CacheBytes(resident=resident, full_precision=0)
         batch, heads, _, key_dim = self._window.keys.shape
-        rows, value_dim = batch * heads, self._window.values.shape[-1]
-        spec, codes, exact = self.spec, self._codes, (self._sinks, self._window)
-        params = 2 * spec.params.size
-        padded_dim = padded_length(value_dim, spec.group_size)
-        token = rows * (key_dim * self._window.keys.dtype.size + value_dim * self._window.values.dtype.size)
-        per_group = {  # bytes of one group of tokens
-            "key_codes": rows * key_dim * spec.group_size * spec.key_bits // 8,
-            "key_params": rows * key_dim * params,
-            "value_codes": rows * spec.group_size * padded_dim * spec.value_bits // 8,
-            "value_params": rows * spec.group_size * (padded_dim // spec.group_size) * params,
-        }
-        groups, capacity = codes.count // spec.group_size, codes.capacity // spec.group_size
-        return CacheBytes(
+        bill = functools.partial(
+            packed_bytes,
+            self.spec,
+            rows=batch * heads,
+            key_dim=key_dim,
+            value_dim=self._window.values.shape[-1],
+            itemsize=self._window.keys.itemsize,
             resident=resident,
-            full_precision=self.offset * token,
-            residual=sum(store.count for store in exact) * token,
-            spare=(capacity - groups) * sum(per_group.values()) + sum(store.capacity - store.count for store in exact) * token,
-            **{name: groups * size for name, size in per_group.items()},
         )
+        quantized, exact = self._codes.count, self._sinks.count + self._window.count
+        unused = bill(quantized=self._codes.capacity - quantized, exact=self._sinks.capacity + self._window.capacity - exact)
+        return bill(quantized=quantized, exact=exact, spare=unused.accounted)
 
     @property
     def nbytes(self) -> int:
@@ -311,9 +303,7 @@ class KIVICache:
 
     def _frontier_of(self, offset: int) -> int:
         """Return the frontier of a cache that was given ``offset`` tokens and never trimmed."""
-        sinks, group_size = self.spec.sink_length, self.spec.group_size
-        groups = max(0, offset - sinks - self.spec.residual_length) // group_size
-        return min(offset, sinks) + groups * group_size
+        return min(offset, self.spec.sink_length) + self.spec.quantized_tokens(offset)
 
     def _flush(self, frontier: int) -> None:
         """Quantise the tokens of the window before ``frontier``."""

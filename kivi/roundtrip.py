@@ -45,17 +45,12 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return all tokens, the old ones rounded."""
         super().update_and_fetch(keys, values)
-        frontier = self._frontier_of(self.offset)
+        frontier = self.spec.sink_length + self.spec.quantized_tokens(self.offset)
         if frontier > self.frontier:
             self._roundtrip(self.frontier, frontier)
             self.frontier = frontier
         fetched: tuple[mx.array, mx.array] = self.keys_and_values()
         return fetched
-
-    def _frontier_of(self, offset: int) -> int:
-        spec = self.spec
-        aged = max(0, offset - spec.sink_length - spec.residual_length)
-        return spec.sink_length + aged // spec.group_size * spec.group_size
 
     def _roundtrip(self, start: int, stop: int) -> None:
         spec = self.spec
