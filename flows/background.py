@@ -102,6 +102,11 @@ class Background:
         return f"see {path}, which ends with\n" + "\n".join(lines)
 
 
+def background(tracking_dir: Path) -> Background:
+    """Return the processes that belong to a tracking folder."""
+    return Background(tracking_dir.resolve() / "servers")
+
+
 def end_tree(process: psutil.Process) -> None:
     """Ask a process to end, then its children that are left; kill what does not."""
     children = process.children(recursive=True)

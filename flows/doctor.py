@@ -45,6 +45,7 @@ def examine(tracking_dir: Path) -> Iterator[Finding]:
     yield _humaneval()
     yield _tracking(tracking_dir)
     yield _prefect()
+    yield from _servers(tracking_dir)
 
 
 def _blas() -> Finding:
@@ -93,3 +94,24 @@ def _prefect() -> Finding:
         return Finding("Prefect server", True, url)
     remedy = "start it (prefect server start), or unset it (prefect config unset PREFECT_API_URL)"
     return Finding("Prefect server", False, f"{url} does not answer", remedy, needed=True)
+
+
+def _servers(tracking_dir: Path) -> Iterator[Finding]:
+    """Yield what ``make up`` started, and whether what is deployed there is what this code takes."""
+    from flows.background import background
+    from flows.deployments import FILE, drift
+
+    if not background(tracking_dir).folder.exists():
+        return
+    from flows.servers import state
+
+    server = ""
+    for name, recorded, trouble in state(tracking_dir):
+        text = trouble or recorded.address or f"process {recorded.pid} runs"
+        yield Finding(f"make up: {name}", not trouble, text, "make up" if trouble else "", needed=True)
+        if name == "prefect" and not trouble:
+            server = recorded.address
+    if server and Path(FILE).exists():
+        differences = list(drift(f"{server}/api", Path.cwd()))
+        text = "; ".join(differences) or "what is deployed is what this code takes"
+        yield Finding("deployments", not differences, text, "make up" if differences else "")

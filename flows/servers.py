@@ -16,13 +16,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import httpx
 
-from flows.background import Background, Process, ServerError, free_port
+from flows.background import Background, Process, ServerError, background, free_port
 from flows.deployments import POOL, deploy
 from tasks.fan_out import POOL as CELLS_POOL
 from tasks.places import ARTIFACTS, UI_PORT
@@ -42,11 +43,6 @@ class Addresses(NamedTuple):
     mlflow: str
 
 
-def background(tracking_dir: Path) -> Background:
-    """Return the processes that belong to a tracking folder."""
-    return Background(tracking_dir.resolve() / "servers")
-
-
 def up(tracking_dir: Path, project: Path) -> Addresses:
     """Start what does not run yet, deploy ``project``'s prefect.yaml, and return where to look.
 
@@ -55,18 +51,22 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
         TrackingError: the tracking folder cannot be used.
     """
     processes = background(tracking_dir)
-    if BACKEND not in os.environ:
-        with writer(tracking_dir):  # makes the database: servers that start on a new one at once break it
-            pass
-    prefect = processes.running("prefect") or _start_prefect(processes)
-    mlflow = processes.running("mlflow") or _start_mlflow(processes, tracking_dir)
+
+    def start(name: str, launch: Callable[[], Launch]) -> Process:
+        return processes.running(name) or processes.start(name, *launch())
+
+    prefect = start("prefect", lambda: launch_prefect(processes.folder))
+    mlflow = start("mlflow", lambda: launch_mlflow(tracking_dir))
     processes.wait(prefect, lambda: answers(f"{prefect.address}/api/health"))
     processes.wait(mlflow, lambda: answers(f"{mlflow.address}/health"))
-    worker = processes.running("worker") or _start_worker(processes, prefect, mlflow, "worker", POOL)
-    cells = processes.running("cells") or _start_worker(processes, prefect, mlflow, "cells", CELLS_POOL, "--limit", "1")
-    processes.wait(worker, lambda: worker_is_online(prefect.address, POOL))
-    processes.wait(cells, lambda: worker_is_online(prefect.address, CELLS_POOL))
-    deploy(f"{prefect.address}/api", project, _home(processes))
+    api, through = f"{prefect.address}/api", mlflow.address if BACKEND in os.environ else ""
+    workers = {
+        pool: start(name, partial(launch_worker, name, processes.folder, api, through))
+        for name, pool in (("worker", POOL), ("cells", CELLS_POOL))
+    }
+    for pool, worker in workers.items():
+        processes.wait(worker, partial(worker_is_online, prefect.address, pool))
+    deploy(api, project, _home(processes.folder))
     return Addresses(prefect.address, mlflow.address)
 
 
@@ -110,13 +110,46 @@ def worker_is_online(prefect: str, pool: str) -> bool:
         return False
 
 
-def _start_prefect(processes: Background) -> Process:
+class Launch(NamedTuple):
+    """How a server or worker is started."""
+
+    command: list[str]
+    environment: dict[str, str]
+    address: str = ""
+
+
+def run(name: str, tracking_dir: Path) -> NoReturn:
+    """Become one server or worker, in the foreground, as systemd and launchd want it.
+
+    Workers go to the server at ``PREFECT_API_URL``, by default this machine's.
+
+    Raises:
+        ServerError: its port is taken.
+        TrackingError: the tracking folder cannot be used.
+    """
+    home = background(tracking_dir).folder
+    api = os.environ.get("PREFECT_API_URL", f"http://{HOST}:{PREFECT_PORT}/api")
+    launch = {
+        "prefect": lambda: launch_prefect(home),
+        "mlflow": lambda: launch_mlflow(tracking_dir),
+        "worker": lambda: launch_worker("worker", home, api),
+        "cells": lambda: launch_worker("cells", home, api),
+    }[name]()
+    os.execve(launch.command[0], launch.command, launch.environment)  # noqa: S606  ours
+
+
+def launch_prefect(folder: Path) -> Launch:
+    """Return how Prefect's server is started, with its database in ``folder`` unless the environment names another."""
     host, port = _listen("PREFECT_SERVER_API", PREFECT_PORT)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
-    return processes.start("prefect", command, _home(processes), f"http://{host}:{port}")
+    return Launch(command, _home(folder), f"http://{host}:{port}")
 
 
-def _start_mlflow(processes: Background, tracking_dir: Path) -> Process:
+def launch_mlflow(tracking_dir: Path) -> Launch:
+    """Return how MLflow's server is started; a local database is made first: servers that start on a new one break it."""
+    if BACKEND not in os.environ:
+        with writer(tracking_dir):
+            pass
     host, port = _listen("MLFLOW", UI_PORT)
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     settings = {
@@ -127,16 +160,25 @@ def _start_mlflow(processes: Background, tracking_dir: Path) -> Process:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **os.environ,
     }
-    return processes.start("mlflow", command, settings, f"http://{host}:{port}")
+    return Launch(command, settings, f"http://{host}:{port}")
 
 
-def _start_worker(processes: Background, prefect: Process, mlflow: Process, name: str, pool: str, *options: str) -> Process:
+def launch_worker(name: str, folder: Path, api: str, mlflow: str = "") -> Launch:
+    """Return how a worker is started: ``worker`` for whole flows, ``cells`` for cells, one at a time.
+
+    Args:
+        name: Which of the two.
+        folder: Where Prefect's own files are.
+        api: The Prefect server.
+        mlflow: The MLflow server to log through, where the database is not the tracking folder's.
+    """
+    pool, options = (POOL, []) if name == "worker" else (CELLS_POOL, ["--limit", "1"])
     command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--pool", pool]
-    settings = {**_home(processes), "PREFECT_API_URL": f"{prefect.address}/api"}
+    settings = {**_home(folder), "PREFECT_API_URL": api}
     settings.setdefault("PREFECT_WORKER_QUERY_SECONDS", QUERY_S)
-    if BACKEND in os.environ:
-        settings.setdefault(TRACKING_URI, mlflow.address)
-    return processes.start(name, [*command, "--name", platform.node(), *options], settings)
+    if mlflow:
+        settings.setdefault(TRACKING_URI, mlflow)
+    return Launch([*command, "--name", platform.node(), *options], settings)
 
 
 def _listen(prefix: str, default: int) -> tuple[str, int]:
@@ -152,30 +194,35 @@ def _listen(prefix: str, default: int) -> tuple[str, int]:
     return host, int(wanted)
 
 
-def _home(processes: Background) -> dict[str, str]:
+def _home(folder: Path) -> dict[str, str]:
     """Return the environment with a home for Prefect beside the store, so that no profile of the user has a say."""
-    return {**os.environ, "PREFECT_HOME": os.environ.get("PREFECT_HOME", str(processes.folder / "prefect"))}
+    return {**os.environ, "PREFECT_HOME": os.environ.get("PREFECT_HOME", str(folder / "prefect"))}
+
+
+USAGE = f"""usage: python -m flows.servers up|down [TRACKING_DIR]
+       python -m flows.servers run {"|".join(NAMES)} [TRACKING_DIR]
+"""
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``python -m flows.servers up|down [TRACKING_DIR]``; return the exit code."""
-    what, tracking_dir = arguments[0] if arguments else "", Path(*arguments[1:2] or ["mlruns"])
-    if what not in {"up", "down"} or len(arguments) > 2:
-        sys.stderr.write("usage: python -m flows.servers up|down [TRACKING_DIR]\n")
-        return 2
-    if what == "down":
-        ended = down(tracking_dir)
-        sys.stdout.write(f"ended: {', '.join(ended) or 'nothing ran'}\n")
-        return 0
+    """Run ``python -m flows.servers``; return the exit code."""
     try:
-        addresses = up(tracking_dir, Path.cwd())
+        match arguments:
+            case ["up", *rest] if len(rest) < 2:
+                addresses = up(Path(*rest or ["mlruns"]), Path.cwd())
+                sys.stdout.write(f"Prefect  {addresses.prefect}\nMLflow   {addresses.mlflow}\n")
+                sys.stdout.write(f"prefect and kivi find it with: export PREFECT_API_URL={addresses.prefect}/api\n")
+            case ["down", *rest] if len(rest) < 2:
+                ended = down(Path(*rest or ["mlruns"]))
+                sys.stdout.write(f"ended: {', '.join(ended) or 'nothing ran'}\n")
+            case ["run", name, *rest] if name in NAMES and len(rest) < 2:
+                run(name, Path(*rest or ["mlruns"]))
+            case _:
+                sys.stderr.write(USAGE)
+                return 2
     except RuntimeError as error:
         sys.stderr.write(f"kivi: {error}\n")
         return 1
-    sys.stdout.write(
-        f"Prefect  {addresses.prefect}\nMLflow   {addresses.mlflow}\n"
-        f"In this shell, so that prefect and kivi find the server: export PREFECT_API_URL={addresses.prefect}/api\n"
-    )
     return 0
 
 

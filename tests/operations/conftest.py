@@ -15,7 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from flows.servers import NAMES, background
+from flows.background import background
+from flows.servers import NAMES
 from tasks.config import ModelConfig
 from tasks.tracking_store import writer
 

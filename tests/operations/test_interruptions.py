@@ -71,8 +71,13 @@ def ended(process: int) -> bool:
 
 @pytest.fixture(scope="module")
 def starter(prefect_server: None, tiny_matrix: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    log = tmp_path_factory.mktemp("starter") / "log"
-    environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "PREFECT_LOGGING_LEVEL": "WARNING"}
+    folder = tmp_path_factory.mktemp("starter")
+    log = folder / "log"
+    environment = {
+        **os.environ,
+        "PREFECT_API_URL": str(PREFECT_API_URL.value()),
+        "KIVI_CACHE_DIR": str(folder / "cache"),  # an accelerator lock of its own
+    }
     command = [sys.executable, "-c", STARTER, json.dumps(tiny_matrix)]
     with log.open("w") as stderr:
         process = subprocess.Popen(
