@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 
 import httpx
 
-from flows.background import Background, Process, ServerError, background, free_port
+from flows.background import Process, ServerError, background, free_port
 from flows.deployments import POOL, deploy
 from tasks.fan_out import POOL as CELLS_POOL
 from tasks.places import ARTIFACTS, UI_PORT
