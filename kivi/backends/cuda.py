@@ -27,18 +27,12 @@ class CudaTarget:
     }
 
     def build(self, program: Program) -> Launch:
-        header, source = program.header, program.source
-        if program.bounds[1]:
-            # MLX has no option for launch bounds and writes the signature itself: a macro adds them to the kernel's name there.
-            name = f"custom_kernel_{program.name}"
-            header += f"\n#define {name} __launch_bounds__{program.bounds} {name}\n"
-            source = f"\n#undef {name}\n{source}"
         launch = mx.fast.cuda_kernel(
             name=program.name,
             input_names=list(program.inputs),
             output_names=list(program.outputs),
-            header=header,
-            source=source,
+            header=program.header,
+            source=program.source,
             ensure_row_contiguous=True,
         )
         return cast("Launch", launch)

@@ -37,7 +37,6 @@ class Kernel:
         threads: Threads a threadgroup, a multiple of 32.
         headers: Files of dialect functions that the body uses; ``{prelude}`` in a name is the target's prelude.
         before: A second body that runs in the threadgroups with ``group.x`` below the macro TENSOR_FROM.
-        resident: Threadgroups that a CUDA multiprocessor is to hold at once, which caps a thread's registers; 0: no cap.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Kernel:
     threads: int
     headers: tuple[str, ...]
     before: str | None = None
-    resident: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Program:
     output_dtypes: tuple[mx.Dtype, ...]
     header: str
     source: str
-    bounds: tuple[int, int] = (0, 0)  # threads a threadgroup and threadgroups to hold at once, where they are to cap registers
 
 
 class Launch(Protocol):
@@ -104,9 +101,11 @@ _PROVEN: set[Key] = set()
 _LOCK = threading.Lock()
 
 
+@lru_cache
 def read_source(name: str) -> str:
-    """Return the text of a file in ``kernels/``."""
-    return resources.files("kivi.backends").joinpath("kernels", name).read_text()
+    """Return the text of a file in ``kernels/``, without comments: MLX copies a kernel's text at every call."""
+    text = resources.files("kivi.backends").joinpath("kernels", name).read_text()
+    return "\n".join(filter(None, (line.split("//")[0].strip() for line in text.splitlines()))) + "\n"
 
 
 def compose(
@@ -131,11 +130,9 @@ def compose(
     if kernel.before is not None:
         body = f"if (group.x < TENSOR_FROM) {{\n{read_source(kernel.before + '.body')}}} else {{\n{body}}}\n"
     source = f"{target.prologue}\n{body}"
-    bounds = (kernel.threads, kernel.resident) if kernel.resident else (0, 0)
-    text = repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs, bounds))
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs)).encode()).hexdigest()
     name = f"kivi_{kernel.name}_{digest[:12]}"
-    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source, bounds)
+    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source)
 
 
 def launch(

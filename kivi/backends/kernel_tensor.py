@@ -25,7 +25,6 @@ TENSOR = Kernel(
     SIMDS * 32,
     ("lanes.h", "attention.h", "tensor_{prelude}"),
     before="attention",
-    resident=4,
 )
 
 
@@ -77,7 +76,6 @@ def decode_attention(
         "KEY_DIRECT": MANTISSA_BITS // history.key_bits,
         "VALUE_DIRECT": MANTISSA_BITS // history.value_bits,
         "SKIPS": 1,
-        "PREFETCH_ON": 1,
     }
     coded = plan(queries, history, -(-code_room // (TENSOR_TILE_TOKENS * SIMDS)), QUERY_TILES, WANTED_GROUPS)
     # Fewer than a tile of codes are left to the portable body, in two of its tiles at most.

@@ -102,7 +102,7 @@ def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, round
         return lambda first, calls: in_turn(attend, sets, first, calls)
 
     arms = {"full": chain(full), "packed": chain(packed), "packed_portable": chain(portable)}
-    row = interleave(arms, "full", rounds=rounds)
+    row = interleave(arms, "full", rounds=rounds, calls=24)
     moved = packed_bytes(sets[0].history)
     full_bytes = FULL_BYTES * shape.batch * shape.heads * shape.tokens * shape.channels
     results = [attend(sets[0].queries, sets[0]).astype(mx.float32) for attend in (packed, portable)]
@@ -136,7 +136,8 @@ def main() -> None:
                 rows.append(measure(backend, shape, repeats, bits, options.rounds))
                 show(f"{tuple(shape)} x{repeats} b={bits}", rows[-1])
                 mx.clear_cache()
-    write(options.out, rows, backend=backend.name, group_size=GROUP, window=WINDOW, dtype="float16", rounds=options.rounds)
+                facts = {"group_size": GROUP, "window": WINDOW, "dtype": "float16", "rounds": options.rounds}
+                write(options.out, rows, backend=backend.name, **facts)
 
 
 if __name__ == "__main__":

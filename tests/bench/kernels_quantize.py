@@ -99,8 +99,8 @@ def main() -> None:
             for what in (round_trip, packing):
                 rows.append(what(backend, tokens, bits, options.rounds))
                 show(f"{rows[-1]['what']} b={bits} {tokens} tokens", rows[-1])
-    shape = {"batch": 1, "heads": HEADS, "channels": CHANNELS, "group_size": GROUP}
-    write(options.out, rows, backend=backend.name, shape=shape, dtype="float16", rounds=options.rounds)
+                shape = {"batch": 1, "heads": HEADS, "channels": CHANNELS, "group_size": GROUP}
+                write(options.out, rows, backend=backend.name, shape=shape, dtype="float16", rounds=options.rounds)
 
 
 if __name__ == "__main__":

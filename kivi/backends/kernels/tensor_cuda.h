@@ -39,18 +39,3 @@ FN void load_words(const uint* from, uint* to) {
 // Asks for the line of memory at `address` to be brought to the L2 cache.
 template <typename E>
 FN void prefetch(const E* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
-// Two neighbouring elements of threadgroup memory, the first at an even place.
-FN void load_shared_pair(const uint* from, uint* to) {
-  const uint2 pair = *reinterpret_cast<const uint2*>(from);
-  to[0] = pair.x;
-  to[1] = pair.y;
-}
-FN void store_shared_pair(float* to, float first, float second) { *reinterpret_cast<float2*>(to) = make_float2(first, second); }
-
-// The token, counted from the start of its 16, or 32 or more, at a place in the order of scores: the two halves of a word of
-// keys alternate.
-FN uint token_at(uint place) {
-  const uint codes = 32 / KEY_BITS, within = place % codes;
-  return place - within + within / 2 + within % 2 * (codes / 2);
-}

@@ -34,14 +34,3 @@ FN void load_words(const uint* from, uint* to) { for (int i = 0; i < N; i++) to[
 
 template <typename E>
 FN void prefetch(const E*) {}
-
-// Two neighbouring elements of threadgroup memory, the first at an even place.
-FN void load_shared_pair(const uint* from, uint* to) { to[0] = from[0], to[1] = from[1]; }
-FN void store_shared_pair(float* to, float first, float second) { to[0] = first, to[1] = second; }
-
-// The token, counted from the start of its 16, or 32 or more, at a place in the order of scores: the two halves of a word of
-// keys alternate.
-FN uint token_at(uint place) {
-  const uint codes = 32 / KEY_BITS, within = place % codes;
-  return place - within + within / 2 + within % 2 * (codes / 2);
-}

@@ -1,0 +1,20 @@
+"""The CUDA backend's text, where there is no CUDA device; where there is one, the other tests run on it."""
+
+from __future__ import annotations
+
+from kivi.backends.cuda import CudaTarget
+from kivi.backends.kernel import compose
+from kivi.backends.kernel_quantize import PACK_KEYS
+
+import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
+
+SETTINGS = {"ELEMENT": mx.float16, "PARAM": mx.float32, "BITS": 2}
+
+
+def test_a_program_has_its_own_name_for_every_text() -> None:
+    names = {
+        compose(CudaTarget(), PACK_KEYS, settings, [dtype, mx.uint32], [mx.uint32, mx.float16, mx.float16]).name
+        for settings in (SETTINGS, {**SETTINGS, "BITS": 4})
+        for dtype in (mx.float16, mx.bfloat16)
+    }
+    assert len(names) == 4
