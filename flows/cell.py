@@ -20,6 +20,7 @@ from tasks.fan_out import WORKER
 from tasks.places import RESULTS
 from tasks.plan import Cell, Circumstances, circumstances, identify, plan
 from tasks.prompts import load_prompt_set
+from tasks.secrets import guard_logs
 from tasks.store import ResultStore
 from tasks.tracking_store import writer
 
@@ -45,6 +46,7 @@ def cell(label: str, part: Part, tracking_dir: Path = Path("mlruns")) -> State[N
         part: What to do.
         tracking_dir: Folder of finished results.
     """
+    guard_logs()
     _say_who_runs_this()
     try:
         do(label, part, tracking_dir)

@@ -19,6 +19,7 @@ from tasks.night import Night
 from tasks.notify import announce
 from tasks.places import REPORTS
 from tasks.report import publish, report
+from tasks.secrets import redact
 from tasks.track import find_cells, finish, track
 from tasks.tracking_store import TrackingError, TrackingStore, writer
 from tasks.unlogged import forget, keep, left_over
@@ -38,7 +39,7 @@ class NightResult(Config):
 def server_is_away(_: Any, __: Any, state: State[Any]) -> bool:
     """Return whether it was the team's server that failed: a folder of this machine does not mend itself."""
     error = state.result(raise_on_failure=False)
-    return between_machines() and isinstance(error, TrackingError | MlflowException)
+    return between_machines() and isinstance(error, TrackingError)
 
 
 # MLflow's client itself tries a request again for some minutes; these are half an hour more.
@@ -57,11 +58,14 @@ def conclude(night: Night, config: NightlyConfig, tracking_dir: Path, refresh: b
         TrackingError: the store cannot be used; the night is kept, and the next run logs it.
     """
     keep(tracking_dir, night, config)
-    with writer(tracking_dir) as tracking:
-        for earlier in left_over(tracking_dir, other_than=night):
-            get_run_logger().warning("%s was measured and not logged, which is made good now", earlier.night.title)
-            log(tracking, earlier.night, earlier.config, tracking_dir, refresh=False)
-        return log(tracking, night, config, tracking_dir, refresh)
+    try:
+        with writer(tracking_dir) as tracking:
+            for earlier in left_over(tracking_dir, other_than=night):
+                get_run_logger().warning("%s was measured and not logged, which is made good now", earlier.night.title)
+                log(tracking, earlier.night, earlier.config, tracking_dir, refresh=False)
+            return log(tracking, night, config, tracking_dir, refresh)
+    except MlflowException as error:  # may hold the server's address, and that a password
+        raise TrackingError(f"{night.title} is measured and not logged: {redact(error.message)}; run it again") from None
 
 
 def log(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_dir: Path, refresh: bool) -> NightResult:

@@ -26,7 +26,8 @@ from tasks.night import Night, Outcome, PromptSource
 from tasks.places import RESULTS
 from tasks.plan import Cell, ModelIdentity, identify, plan, resolve_specs
 from tasks.prompts import PromptSet, load_prompt_set
-from tasks.store import ResultStore
+from tasks.secrets import guard_logs, redact
+from tasks.store import ResultStore, StoreError
 
 __all__ = ["NightResult", "nightly", "run_matrix"]
 
@@ -66,6 +67,7 @@ def nightly(config: NightlyConfig, tracking_dir: Path = Path("mlruns"), refresh:
 
 def run_matrix(config: NightlyConfig, tracking_dir: Path, refresh: bool) -> State[NightResult]:
     """Do what :func:`nightly` says, within the flow run that calls it."""
+    guard_logs()
     clock, scheduled = Clock(), scheduled_start()
     with clock.part("prepare"):
         resolve_specs(config)  # a backend that is required and missing, or a model that is not there, ends it here
@@ -117,6 +119,7 @@ def measure(
         finished = state.result()
         outcome = Outcome(cell=cell, result=finished.result, reused=finished.reused and cell.key not in fanned.measured)
     else:
+        stop_without_a_store(state)
         outcome = Outcome(cell=cell, **explain(cell.label, state))
     listener().finished(outcome)
     return outcome
@@ -135,6 +138,7 @@ def add_throughput(
         return [outcome.model_copy(update=failure) if outcome.result else outcome for outcome in group]
     state = run_throughput(label, cells, prompts, store, refresh=refresh, return_state=True)
     if not state.is_completed():
+        stop_without_a_store(state)
         failure = explain(f"throughput of {label}", state)
         return [outcome.model_copy(update=failure) if outcome.result else outcome for outcome in group]
     timed = state.result()
@@ -149,14 +153,25 @@ def add_throughput(
     return outcomes
 
 
+def stop_without_a_store(state: State[Any]) -> None:
+    """Raise what stopped a task when it was the folder of results: the next cell could not be kept either, and takes hours.
+
+    Raises:
+        StoreError: the disk is full, or the like.
+    """
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, StoreError):
+        raise error
+
+
 def explain(label: str, state: State[Any]) -> dict[str, str]:
     """Return the sentence and the traceback of a task that did not complete."""
     error = state.result(raise_on_failure=False)
     if not isinstance(error, BaseException):
         return {"error": state.message or state.type.value, "details": ""}
     sentence = str(error) if isinstance(error, CellError) else f"{type(error).__name__}: {error}"
-    details = "".join(traceback.format_exception(error))
-    return {"error": sentence.removeprefix(f"{label}: "), "details": details}
+    details = redact("".join(traceback.format_exception(error)))
+    return {"error": redact(sentence).removeprefix(f"{label}: "), "details": details}
 
 
 def final_state(result: NightResult) -> State[NightResult]:

@@ -35,6 +35,7 @@ from tasks.accelerator import accelerator
 from tasks.config import ModelConfig
 from tasks.plan import Cell, content_hash
 from tasks.prompts import PromptSet
+from tasks.secrets import redact
 from tasks.store import ResultStore, ThroughputResult
 
 Progress = Callable[[str, str, int, int], None]
@@ -208,7 +209,7 @@ def holding(label: str) -> Iterator[None]:
         with accelerator(label, log=_logger().info):
             yield
     except Exception as error:
-        raise CellError(f"{label}: {str(error) or type(error).__name__}") from error
+        raise CellError(f"{label}: {redact(str(error)) or type(error).__name__}") from error
 
 
 class Reporter:

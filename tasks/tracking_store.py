@@ -22,6 +22,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
 from tasks.places import ARTIFACTS, DATABASE
+from tasks.secrets import redact
 from tasks.store_schema import SchemaError, require_current
 
 EXPERIMENT = "kivi-nightly"
@@ -134,13 +135,15 @@ def _open(tracking_dir: Path, name: str) -> TrackingStore:
 
 def _open_server(tracking_dir: Path, uri: str, name: str) -> TrackingStore:
     if not uri.startswith(("http://", "https://")):
-        raise TrackingError(f"{TRACKING_URI}={uri!r}: expected the address of an MLflow server, http://... or https://...")
+        raise TrackingError(
+            f"{TRACKING_URI}={redact(uri)!r}: expected the address of an MLflow server, http://... or https://..."
+        )
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     try:
         experiment = client.get_experiment_by_name(name)
         experiment_id = _create_experiment(client, name) if experiment is None else experiment.experiment_id
     except MlflowException as error:
-        raise TrackingError(f"the MLflow server does not take this night: {error.message}") from error
+        raise TrackingError(f"the MLflow server does not take this night: {redact(error.message)}") from None
     return TrackingStore(tracking_dir, client, experiment_id, writer=f"{platform.node()}:{tracking_dir.resolve()}")
 
 
