@@ -14,10 +14,11 @@ from tasks.figures import STYLE, legend_below, line_style, name_axes, svg
 from tasks.table import show_seconds
 
 QUALITY_CURVES = {
-    "audit.step_kl": "KL on the full cache's tokens",
-    "audit.logit_cosine": "cosine on the full cache's tokens",
-    "audit.logit_cosine_free": "cosine free-running",
+    "audit.step_kl": "KL, teacher-forced",
+    "audit.logit_cosine": "cosine, teacher-forced",
+    "audit.logit_cosine_free": "cosine, free-running",
 }
+CROWDED = 40  # points of a line beyond which markers hide it
 BOOKS_LABELS = {
     "audit.live_bytes": "live arrays",
     "audit.accounted_bytes": "billed",
@@ -110,6 +111,7 @@ def quality_figure(curves: Sequence[Curve]) -> str:
             axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
         if max(value for curve in curves if "kl" in curve.name for value in curve.values) > 0:
             panels[0].set_yscale("log")
+            panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # matplotlib's own needs its mathematics
         legend_below(figure, panels[0])
         return svg(figure)
 
@@ -125,5 +127,5 @@ def _evidence(scene: Scene) -> list[str]:
 
 
 def _draw(axes: Axes, curve: Curve, label: str, index: int) -> None:
-    style = {**line_style(index), "marker": None} if len(curve.steps) > 100 else line_style(index)
+    style = {**line_style(index), "marker": None} if len(curve.steps) > CROWDED else line_style(index)
     axes.plot(curve.steps, curve.values, label=label, **style, markersize=3, linewidth=1)

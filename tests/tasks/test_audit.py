@@ -87,7 +87,7 @@ def test_quality_is_drawn_for_each_cache_also_when_it_has_no_error():
     ]
     for shown in (curves, curves[3:]):
         texts = "".join(ET.fromstring(quality_figure(shown)).itertext())  # noqa: S314  our own
-        assert "full" in texts and "free-running" in texts
+        assert "full" in texts and "free-running" in texts and "mathdefault" not in texts
 
 
 def test_a_long_description_is_cut_at_a_line_and_says_so():

@@ -14,7 +14,7 @@ from kivi.measure.scenes.subject import Pair, Subject, feed, join, read, show_by
 from kivi.spec import CacheSpec
 
 PARTS = ("key_codes", "key_params", "value_codes", "value_params", "residual", "full_precision")
-WITNESSED = 10  # times that MLX's own count of active memory is asked; each waits for the garbage collector
+WITNESSED = 5  # times that MLX's own count of active memory is asked; each waits for the garbage collector
 GPU_PAGE, CPU_PAGE, HEADER = 16_384, 4096, 64  # bytes; see _rounding
 AT_ONCE = 2048  # tokens, for bytes a token in the long run
 
