@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from kivi.measure.scenes.report import AuditReport, Curve, Scene
 from tasks.escape import markdown
@@ -111,7 +112,8 @@ def quality_figure(curves: Sequence[Curve]) -> str:
             axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
         if max(value for curve in curves if "kl" in curve.name for value in curve.values) > 0:
             panels[0].set_yscale("log")
-            panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # matplotlib's own needs its mathematics
+            for set_formatter in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
+                set_formatter(LogFormatter())  # type: ignore[no-untyped-call]  # the default one needs mathematics in text
         legend_below(figure, panels[0])
         return svg(figure)
 

@@ -104,6 +104,7 @@ def test_the_figure_is_an_image_with_a_panel_an_operation(measured):
     texts = "".join(ET.fromstring(svg).itertext())  # noqa: S314  our own
     for words in ("round trip against mlx", "quantise and pack against mlx", "decode attention against full"):
         assert words in texts
+    assert "mathdefault" not in texts
 
 
 def test_a_configuration_is_read_from_texts():
