@@ -21,8 +21,8 @@ from tasks.config import ModelConfig
 from tasks.tracking_store import writer
 
 Matrix = dict[str, Any]
-# What differs from one run of a measurement to the next: times, and what follows from them.
-MEASURED_ANEW = ("throughput.", "memory.peak", "memory.process_peak")
+# What differs from one run of a measurement to the next: times, and what the allocator holds.
+MEASURED_ANEW = ("throughput.", "memory.peak", "memory.process_peak", "memory.growth")
 
 
 @pytest.fixture(scope="session")
