@@ -129,7 +129,7 @@ def main() -> None:
             output, ending = (stopped.stdout or b"").decode(), f"stopped after {options.seconds:g} s"
         rows += [json.loads(line) for line in output.splitlines()]
         rows.append({"cache": spec, "process": ending, "seconds": time.perf_counter() - started})
-    report("llama7b", options, rows)
+        report("llama7b", options, rows)  # after each cache, so that one that is stopped from outside loses itself alone
 
 
 if __name__ == "__main__":
