@@ -144,6 +144,13 @@ class Lab:
         run = self.get(f"/flow_runs/{run_id}")
         return run if run["state"]["type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"} else None
 
+    def retry(self, run_id: str) -> Any:
+        """Retry a flow run as Prefect's page does, and return it once it has ended."""
+        state = {"type": "SCHEDULED", "name": "AwaitingRetry"}
+        path = f"/flow_runs/{run_id}/set_state"
+        self.post(path, {"state": state, "force": True}).raise_for_status()
+        return self.wait(run_id)
+
     def run(self, name: str, parameters: dict[str, Any]) -> Any:
         return self.wait(self.start(name, parameters))
 
