@@ -113,7 +113,7 @@ def quality_figure(curves: Sequence[Curve]) -> str:
         if max(value for curve in curves if "kl" in curve.name for value in curve.values) > 0:
             panels[0].set_yscale("log")
             for set_formatter in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
-                set_formatter(LogFormatter())  # type: ignore[no-untyped-call]  # the default one needs mathematics in text
+                set_formatter(LogFormatter())  # the default one needs mathematics in text
         legend_below(figure, panels[0])
         return svg(figure)
 

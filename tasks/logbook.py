@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tasks.config import Config
 from tasks.escape import visible
-from tasks.track import POINTS_A_BATCH, search
+from tasks.track import POINTS_A_BATCH, close_stale, search, writer_tag
 from tasks.tracking_store import TrackingStore
 
 NOTE_LENGTH = 8000  # MLflow's limit of a tag, which a description is
@@ -65,6 +65,7 @@ def log_entry(store: TrackingStore, entry: Entry, parent_id: str = "") -> str:
     """
     run = _find(store, entry, parent_id)
     run_id: str = run.info.run_id
+    close_stale(store, keep=parent_id or run_id)
     client = store.client
     if run.info.status != "RUNNING":
         return run_id
@@ -104,7 +105,9 @@ def _find(store: TrackingStore, entry: Entry, parent_id: str) -> Run:
     if found:
         return found[0]
     started = int(entry.started.timestamp() * 1000)
-    return store.client.create_run(store.experiment_id, start_time=started, tags=tags, run_name=visible(entry.name))
+    return store.client.create_run(
+        store.experiment_id, start_time=started, tags={**tags, **writer_tag(store)}, run_name=visible(entry.name)
+    )
 
 
 def _parent(parent_id: str) -> Mapping[str, str]:

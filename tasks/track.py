@@ -50,7 +50,7 @@ def log_night(store: TrackingStore, night: Night, refresh: bool = False) -> str:
         refresh: Make a new parent even when the night was logged before.
     """
     parent_id = open_night(store, night, refresh)
-    _close_stale(store, keep=parent_id)
+    close_stale(store, keep=parent_id)
     for prompts in night.prompt_sets:
         _log_dataset(store, parent_id, prompts)
     sources = {prompts.name: prompts for prompts in night.prompt_sets}
@@ -291,7 +291,7 @@ def roll_ups(night: Night, verdict: Verdict) -> Iterator[tuple[str, float]]:
             yield f"{name}/{slug}", min(values) if better[name] else max(values)
 
 
-def _close_stale(store: TrackingStore, keep: str) -> None:
+def close_stale(store: TrackingStore, keep: str) -> None:
     """Close runs that a process left RUNNING when it died; this process holds the store, so no other is logging."""
     for run in search(store, writer_tag(store), "attributes.status = 'RUNNING'"):
         tags = run.data.tags

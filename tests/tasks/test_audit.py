@@ -36,8 +36,13 @@ def lying() -> AuditReport:
     return audit(subject, SETTINGS, names=["books", "definition"])
 
 
-def test_an_audit_is_one_run_logged_once(tmp_path, honest, lying):
-    with writer(tmp_path, EXPERIMENT) as store:
+@pytest.fixture(scope="module")
+def tracking_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("audited")
+
+
+def test_an_audit_is_one_run_logged_once(tracking_dir, honest, lying):
+    with writer(tracking_dir, EXPERIMENT) as store:
         logged = log_audit(store, honest, "f-1")
         assert log_audit(store, honest, "f-1") == logged
         (run,) = find_entries(store, "audit")
@@ -56,6 +61,19 @@ def test_an_audit_is_one_run_logged_once(tmp_path, honest, lying):
     assert files == {"audit.json", "audit.md", "figures"}
     assert (failed.info.status, failed.data.tags["kivi.verdict"]) == ("FAILED", "fail")
     assert failed.data.metrics["audit.passed/books"] == 0 and failed.data.metrics["audit.passed/definition"] == 1
+
+
+def test_a_run_that_a_killed_process_left_is_brought_to_its_end(tracking_dir, honest):
+    """The same result finishes it; another result closes it."""
+    with writer(tracking_dir, EXPERIMENT) as store:
+        done = log_audit(store, honest).run_id
+        for run_id in (done, left := store.client.create_run(store.experiment_id, tags={"kivi.kind": "audit"}).info.run_id):
+            store.client.update_run(run_id, status="RUNNING")
+        assert log_audit(store, honest).run_id == done
+        assert store.client.get_run(done).info.status == "FINISHED"
+        assert store.client.get_run(left).info.status == "KILLED"
+        curve = store.client.get_metric_history(done, "audit.live_bytes")
+    assert len(curve) == 20  # no point twice
 
 
 def test_the_page_has_the_verdict_the_errors_and_the_commands(honest, lying):
