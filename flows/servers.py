@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 
 import httpx
 
-from flows.background import Process, ServerError, background, free_port
+from flows.background import Background, Process, ServerError, background, free_port
 from flows.deployments import POOL, deploy
 from tasks.fan_out import POOL as CELLS_POOL
 from tasks.places import ARTIFACTS, UI_PORT
@@ -55,15 +55,17 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
     def start(name: str, launch: Callable[[], Launch]) -> Process:
         return processes.running(name) or processes.start(name, *launch())
 
-    prefect = start("prefect", lambda: launch_prefect(processes.folder))
-    mlflow = start("mlflow", lambda: launch_mlflow(tracking_dir))
+    prefect = start("prefect", lambda: launch_prefect(processes.folder, _port(processes, "prefect", PREFECT_PORT)))
+    mlflow = start("mlflow", lambda: launch_mlflow(tracking_dir, _port(processes, "mlflow", UI_PORT)))
     processes.wait(prefect, lambda: answers(f"{prefect.address}/api/health"))
     processes.wait(mlflow, lambda: answers(f"{mlflow.address}/health"))
     api, through = f"{prefect.address}/api", mlflow.address if BACKEND in os.environ else ""
-    workers = {
-        pool: start(name, partial(launch_worker, name, processes.folder, api, through))
-        for name, pool in (("worker", POOL), ("cells", CELLS_POOL))
-    }
+    workers = {}
+    for name, pool in (("worker", POOL), ("cells", CELLS_POOL)):
+        present = processes.running(name)
+        if present is not None and present.address != api:  # the server has come back elsewhere
+            processes.end(name)
+        workers[pool] = start(name, partial(launch_worker, name, processes.folder, api, through))
     for pool, worker in workers.items():
         processes.wait(worker, partial(worker_is_online, prefect.address, pool))
     deploy(api, project, _home(processes.folder))
@@ -138,19 +140,19 @@ def run(name: str, tracking_dir: Path) -> NoReturn:
     os.execve(launch.command[0], launch.command, launch.environment)  # noqa: S606  ours
 
 
-def launch_prefect(folder: Path) -> Launch:
+def launch_prefect(folder: Path, port: int = PREFECT_PORT) -> Launch:
     """Return how Prefect's server is started, with its database in ``folder`` unless the environment names another."""
-    host, port = _listen("PREFECT_SERVER_API", PREFECT_PORT)
+    host, port = _listen("PREFECT_SERVER_API", port)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
     return Launch(command, _home(folder), f"http://{host}:{port}")
 
 
-def launch_mlflow(tracking_dir: Path) -> Launch:
+def launch_mlflow(tracking_dir: Path, port: int = UI_PORT) -> Launch:
     """Return how MLflow's server is started; a local database is made first: servers that start on a new one break it."""
     if BACKEND not in os.environ:
         with writer(tracking_dir):
             pass
-    host, port = _listen("MLFLOW", UI_PORT)
+    host, port = _listen("MLFLOW", port)
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     settings = {
         # By environment, not argument: a database's address may hold a password, and arguments are for all to see.
@@ -178,7 +180,13 @@ def launch_worker(name: str, folder: Path, api: str, mlflow: str = "") -> Launch
     settings.setdefault("PREFECT_WORKER_QUERY_SECONDS", QUERY_S)
     if mlflow:
         settings.setdefault(TRACKING_URI, mlflow)
-    return Launch([*command, "--name", platform.node(), *options], settings)
+    return Launch([*command, "--name", platform.node(), *options], settings, api)
+
+
+def _port(processes: Background, name: str, default: int) -> int:
+    """Return the port that a server had before, so that whoever knows it finds the server again."""
+    recorded = processes.recorded(name)
+    return int(recorded.address.rpartition(":")[2]) if recorded is not None else default
 
 
 def _listen(prefix: str, default: int) -> tuple[str, int]:
