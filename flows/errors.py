@@ -5,6 +5,7 @@ from __future__ import annotations
 # By name, since a class that was never imported was never raised, and importing all of them takes seconds.
 USAGE = frozenset(
     {
+        "kivi.attention.AttentionError",
         "kivi.backends.BackendError",
         "kivi.models.ModelError",
         "kivi.spec.SpecError",

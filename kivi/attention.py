@@ -36,7 +36,7 @@ _holders: Counter[ModuleType] = Counter()  # how many ask for the dispatch in a 
 _installed: set[ModuleType] = set()  # modules that install_attention holds for good
 
 
-class ModelError(ValueError):
+class AttentionError(ValueError):
     """A model that cannot take a packed cache; the message is one sentence that says why and what to do."""
 
 
@@ -135,11 +135,11 @@ def require_dispatch(caller: dict[str, Any]) -> None:
         caller: Globals of the function that called the cache's ``update_and_fetch``.
 
     Raises:
-        ModelError: They are those of a module of mlx-lm that would attend to the tokens of the call alone.
+        AttentionError: They are those of a module of mlx-lm that would attend to the tokens of the call alone.
     """
     module = str(caller.get("__name__", ""))
     if module.startswith(MLX_LM_MODELS) and caller.get(NAME) is not scaled_dot_product_attention:
-        raise ModelError(
+        raise AttentionError(
             f"{module} does not attend through kivi: make its caches with kivi.make_prompt_cache(model, spec) or call "
             "kivi.install(model, spec) first"
         )
@@ -164,7 +164,7 @@ class _Probe(KVCache):  # type: ignore[misc]  # mlx_lm is untyped
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Layers that share another's tokens call this; a packed cache gives them all it has, attend as they may."""
         if self.given is None:
-            raise ModelError("a layer of this model reads the tokens of another before they are there; use kind full")
+            raise AttentionError("a layer of this model reads the tokens of another before they are there; use kind full")
         return self.given
 
     def note(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:

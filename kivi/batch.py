@@ -74,7 +74,7 @@ class BatchKIVICache:
         """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are.
 
         Raises:
-            ModelError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
         """
         require_dispatch(sys._getframe(1).f_globals)
         self._settle()

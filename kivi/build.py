@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kivi.attention import ModelError, hold_attention, install_attention, probe_attention, release_attention
+from kivi.attention import AttentionError, hold_attention, install_attention, probe_attention, release_attention
 from kivi.cache import KIVICache
 from kivi.roundtrip import RoundTripKIVICache
 from kivi.spec import CacheSpec, Kind, SpecError
@@ -46,7 +46,7 @@ def make_prompt_cache(model: Module, spec: CacheSpec) -> list[Any]:
         One new cache for each entry of the model's own prompt cache.
 
     Raises:
-        ModelError: No layer can take the cache, or the model computes attention where the codes would not be seen.
+        AttentionError: No layer can take the cache, or the model computes attention where the codes would not be seen.
         SpecError: ``spec.layers`` names a layer that the model has not, or that keeps its own cache.
     """
     plan = _plan_layers(model, spec)
@@ -77,7 +77,7 @@ def install(model: Module, spec: CacheSpec) -> Installation:
         A handle: ``undo`` it, or use it in a ``with`` statement, to have the model as it was.
 
     Raises:
-        ModelError: As :func:`make_prompt_cache`; the model is left as it was.
+        AttentionError: As :func:`make_prompt_cache`; the model is left as it was.
         SpecError: As :func:`make_prompt_cache`; the model is left as it was.
     """
     return Installation(model, spec)
@@ -146,7 +146,7 @@ def _plan_layers(model: Module, spec: CacheSpec) -> Plan:
         able -= _unable_layers(model, own, on_codes)
     if not able and spec.kind != "full":
         kinds = ", ".join(sorted({type(cache).__name__ for cache in own}))
-        raise ModelError(f"{_name(model)}: no layer has keys and values to quantise, its caches are {kinds}; use kind full")
+        raise AttentionError(f"{_name(model)}: no layer has keys and values to quantise, its caches are {kinds}; use kind full")
     for index in sorted({named % len(own) for named in spec.layers} - able):
         if wanted[index].kind != "full":
             raise SpecError(f"layers[{index}]: this layer of {_name(model)} keeps its own {type(own[index]).__name__}")
@@ -158,7 +158,7 @@ def _unable_layers(model: Module, own: Sequence[Any], layers: set[int]) -> set[i
     verdicts = probe_attention(model, own)
     bypassing = sorted(index for index in layers if verdicts[index] == "not called")
     if bypassing:
-        raise ModelError(
+        raise AttentionError(
             f"{_name(model)}: layers {', '.join(map(str, bypassing))} compute attention without mlx-lm's "
             "scaled_dot_product_attention, so they would not see packed codes; use kind kivi-roundtrip or full"
         )

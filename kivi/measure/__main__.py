@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kivi.attention import ModelError as LayerError
+from kivi.attention import AttentionError
 from kivi.backends import BackendError
 from kivi.cache import NonFiniteError
 from kivi.measure import MeasureError
@@ -32,7 +32,7 @@ from kivi.spec import CacheSpec, SpecError
 
 REFERENCE_BYTES = 8 * 10**9  # of the temporary folder for the full cache's logits; beyond that they are computed again
 REFUSALS = (ModelError, SpecError, MeasureError)
-FAILURES = (BackendError, LayerError, NonFiniteError, DeadlineError)
+FAILURES = (AttentionError, BackendError, NonFiniteError, DeadlineError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -156,7 +156,7 @@ def test_a_packed_cache_in_a_model_without_the_dispatch_is_stopped(make_model):
             return super().update_and_fetch(keys, values)
 
     tokens = mx.array([[1, 2]])
-    with pytest.raises(attention.ModelError, match=r"mlx_lm\.models\.llama does not attend through kivi"):
+    with pytest.raises(attention.AttentionError, match=r"mlx_lm\.models\.llama does not attend through kivi"):
         model(tokens, cache=[Careful() for _ in model.layers])
     with attention.attention_installed(model):
         model(tokens, cache=[Careful() for _ in model.layers])

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from kivi.attention import ModelError
+from kivi.attention import AttentionError
 from kivi.build import describe_layers, install, make_prompt_cache
 from kivi.cache import KIVICache
 from kivi.roundtrip import RoundTripKIVICache
@@ -62,22 +62,22 @@ def test_single_layers_follow_their_own_settings(make_model):
 @pytest.mark.parametrize("name", ["gemma2"])
 def test_a_model_that_computes_attention_by_itself_is_refused(make_model, name):
     model = make_model(name)
-    with pytest.raises(ModelError, match="gemma2: layers 0, 1, 2 compute attention without mlx-lm's scaled_dot_product"):
+    with pytest.raises(AttentionError, match="gemma2: layers 0, 1, 2 compute attention without mlx-lm's scaled_dot_product"):
         make_prompt_cache(model, KIVI)
-    with pytest.raises(ModelError, match="would not see packed codes; use kind kivi-roundtrip or full"):
+    with pytest.raises(AttentionError, match="would not see packed codes; use kind kivi-roundtrip or full"):
         install(model, KIVI)
     assert "make_cache" not in vars(model)
     assert kinds(make_prompt_cache(model, CacheSpec(kind="kivi-roundtrip", backend="mlx"))) == [RoundTripKIVICache] * 3
 
 
 def test_latent_attention_keeps_its_cache_so_a_model_of_nothing_else_is_refused(make_model):
-    with pytest.raises(ModelError, match="deepseek_v3: no layer has keys and values to quantise, its caches are KVCache"):
+    with pytest.raises(AttentionError, match="deepseek_v3: no layer has keys and values to quantise, its caches are KVCache"):
         make_prompt_cache(make_model("deepseek_v3"), KIVI)
 
 
 def test_a_recurrent_model_is_refused(make_model):
     for kind in ("kivi", "kivi-roundtrip", "mlx-quantized"):
-        with pytest.raises(ModelError, match="mamba: no layer has keys and values to quantise, its caches are ArraysCache"):
+        with pytest.raises(AttentionError, match="mamba: no layer has keys and values to quantise, its caches are ArraysCache"):
             make_prompt_cache(make_model("mamba"), CacheSpec(kind=kind))
     make_prompt_cache(make_model("mamba"), CacheSpec(kind="full"))
 

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kivi.attention import ModelError
+from kivi.attention import AttentionError
 from kivi.build import install, make_prompt_cache
 from kivi.cache import KIVICache
 from kivi.spec import CacheSpec
@@ -141,5 +141,5 @@ def test_a_saved_cache_goes_on_where_it_was(model, tmp_path):
 
 
 def test_packed_caches_are_stopped_in_a_model_that_would_not_ask_them(model):
-    with pytest.raises(ModelError, match=r"does not attend through kivi: make its caches with kivi\.make_prompt_cache"):
+    with pytest.raises(AttentionError, match=r"does not attend through kivi: make its caches with kivi\.make_prompt_cache"):
         model(mx.array([PROMPT]), cache=[KIVICache(SPEC) for _ in model.layers])
