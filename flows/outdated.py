@@ -39,7 +39,7 @@ def newer_run() -> str | None:
     later = next((other for other in found if other.auto_scheduled and _start(other) > _start(run)), None)
     if later is None:
         return None
-    return f"outdated: this night was due at {_start(run)}, and {later.name}, due at {_start(later)}, takes its place"
+    return f"outdated: this night was due at {_start(run)}, and the one due at {_start(later)} takes its place"
 
 
 def _start(run: FlowRun) -> str:

@@ -115,17 +115,26 @@ class Lab:
         command = [sys.executable, "-m", "prefect", *arguments]
         return subprocess.run(command, cwd=PROJECT, env=self.environment, capture_output=True, text=True, timeout=RUN_S)
 
+    def ask(self, method: str, path: str, content: Any = None) -> httpx.Response:
+        """Ask Prefect's server, again when its sqlite database is locked, as Prefect's own client does."""
+        for pause in (0.5, 1, 2, 4, 8):
+            answer = httpx.request(method, self.api + path, json=content, timeout=60)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(pause)
+        return answer
+
     def post(self, path: str, content: Any) -> httpx.Response:
-        return httpx.post(self.api + path, json=content, timeout=30)
+        return self.ask("POST", path, content)
 
     def patch(self, path: str, content: Any) -> None:
-        httpx.patch(self.api + path, json=content, timeout=30).raise_for_status()
+        self.ask("PATCH", path, content).raise_for_status()
 
     def delete(self, path: str) -> None:
-        httpx.delete(self.api + path, timeout=30).raise_for_status()
+        self.ask("DELETE", path).raise_for_status()
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.api + path, timeout=30).raise_for_status().json()
+        return self.ask("GET", path).raise_for_status().json()
 
     def deployment(self, name: str) -> Any:
         return self.get(f"/deployments/name/{name}")

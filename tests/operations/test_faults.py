@@ -22,6 +22,7 @@ from flows.conclude import conclude, server_is_away
 from flows.nightly import nightly
 from tasks.config import NightlyConfig
 from tasks.night import Night
+from tasks.prompts import load_prompt_set
 from tasks.secrets import redact
 from tasks.track import find_cells, find_nights, log_night
 from tasks.tracking_store import TRACKING_URI, TrackingError, writer
@@ -38,6 +39,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_ends_the_night_at_once_with_one_sentence(
     prefect_server: None, own_cache: None, tmp_path: Path, tiny_matrix: dict[str, Any]
 ) -> None:
+    load_prompt_set(NightlyConfig.model_validate(tiny_matrix).prompt_sets[0])  # into the cache of datasets, which has room
     (tmp_path / "tiny.yaml").write_text(json.dumps(tiny_matrix))
     tracking_dir = tmp_path / "mlruns"
     command = [sys.executable, "-c", "from flows.cli import main; main()", "nightly"]

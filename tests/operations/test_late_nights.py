@@ -33,9 +33,11 @@ def test_only_the_newest_of_several_late_nights_runs(lab: Any, tmp_path: Path, t
     oldest, older, newest = [lab.wait(run) for run in runs]
     lab.delete(f"/deployments/{deployment['id']}/schedules/{made['id']}")
     assert [run["state"]["type"] for run in (oldest, older, newest)] == ["CANCELLED", "CANCELLED", "COMPLETED"]
+    due_last = datetime.fromisoformat(newest["expected_start_time"]).strftime("%Y-%m-%d %H:%M:%S")
     for run in (oldest, older):
         assert run["state"]["message"].startswith("outdated: this night was due at ")
-        assert f"{newest['name']}, due at " in run["state"]["message"]
+        assert "takes its place" in run["state"]["message"]
+    assert f"the one due at {due_last} UTC" in older["state"]["message"]
 
 
 def test_runs_that_people_start_do_not_cancel_each_other(lab: Any, tmp_path: Path, tiny_matrix: dict[str, Any]) -> None:
