@@ -21,6 +21,7 @@ from kivi.backends import BackendError, Name
 
 Setting = int | float | mx.Dtype
 Grid = tuple[int, int, int]
+Configuration = tuple[tuple[str, Setting], ...]
 
 SIMD_WIDTH = 32
 SHARED_LIMIT = 32 * 1024  # bytes of threadgroup memory that every Metal device has
@@ -92,7 +93,6 @@ class Target(Protocol):
     def build(self, program: Program) -> Launch: ...
 
 
-Configuration = tuple[tuple[str, Setting], ...]
 Key = tuple[Target, str, Configuration, tuple[mx.Dtype, ...]]
 
 # At module level because caches are deep-copied and compiled kernels cannot be.
@@ -109,14 +109,14 @@ def read_source(name: str) -> str:
 
 
 def compose(
-    target: Target, kernel: Kernel, settings: dict[str, Setting], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+    target: Target, kernel: Kernel, settings: Configuration, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
 ) -> Program:
     """Return the text of ``kernel`` for ``target``.
 
     The program's name ends in a digest of all of it: MLX's caches of compiled CUDA kernels, on disk too, know kernels by
     name only.
     """
-    macros = {**settings, "THREADS": kernel.threads}
+    macros = {**dict(settings), "THREADS": kernel.threads}
     lines = [f"#define {name} {_spell(target, value)}" for name, value in macros.items()]
     header = "\n".join(
         [
@@ -138,7 +138,7 @@ def compose(
 def launch(
     target: Target,
     kernel: Kernel,
-    settings: dict[str, Setting],
+    settings: Configuration,
     inputs: Sequence[mx.array],
     *,
     groups: Grid,
@@ -154,7 +154,7 @@ def launch(
     """
     padded = [_at_least_smallest(array) for array in inputs]
     dtypes = [array.dtype for array in padded]
-    key: Key = (target, kernel.name, tuple(settings.items()), tuple(dtypes))
+    key: Key = (target, kernel.name, settings, tuple(dtypes))
     shapes, output_dtypes = [shape for shape, _ in outputs], [dtype for _, dtype in outputs]
     try:
         _, run = _compiled(key, target, kernel, settings, dtypes, output_dtypes)
@@ -190,7 +190,7 @@ def _compiled(
     key: Key,
     target: Target,
     kernel: Kernel,
-    settings: dict[str, Setting],
+    settings: Configuration,
     inputs: Sequence[mx.Dtype],
     outputs: Sequence[mx.Dtype],
 ) -> tuple[str, Launch]:
@@ -213,5 +213,5 @@ def _spell(target: Target, value: Setting) -> str:
     return f"{value!r}f" if isinstance(value, float) else str(value)
 
 
-def _describe(settings: dict[str, Setting]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())
+def _describe(settings: Configuration) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from kivi.backends import BackendError, History, Packed
-from kivi.backends.kernel import SIMD_WIDTH, Kernel, Setting, Target, constant, launch
+from kivi.backends.kernel import SIMD_WIDTH, Configuration, Grid, Kernel, Setting, Target, constant, launch
 from kivi.quantize import padded_length
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
@@ -39,14 +40,6 @@ MERGE = Kernel(
 )
 
 
-class Split(NamedTuple):
-    """How attention's work is cut: queries a threadgroup, tiles of queries, splits of the tokens."""
-
-    query_tile: int
-    query_tiles: int
-    splits: int
-
-
 class Layout(NamedTuple):
     """What the kernels read from the layout array, in its order (kernels/attention.h)."""
 
@@ -66,13 +59,63 @@ class Layout(NamedTuple):
     tensor_from: int
 
 
-class Call(NamedTuple):
-    """One call of attention, its arrays in the kernels' order."""
+class Shapes(NamedTuple):
+    """All that a launch depends on but the arrays themselves; counts of tokens are not part of it."""
 
-    settings: dict[str, Setting]
-    arrays: list[mx.array]  # queries, the history, mask, counts
-    layout: Layout  # the splits are filled in at launch
+    batch: int
+    query_heads: int
+    length: int
+    heads: int
+    key_channels: int
+    value_channels: int
+    dtype: mx.Dtype
+    key_bits: int
+    value_bits: int
+    group_size: int
+    sink_room: int
+    code_room: int
+    window_room: int
+    causal: bool
+    mask_strides: tuple[int, int, int, int] | None
+    count_stride: int
+    sink_logits: bool
+
+    @property
+    def rows(self) -> int:
+        """Queries of one KV head."""
+        return self.query_heads // self.heads * self.length
+
+    @property
+    def value_padded(self) -> int:
+        return padded_length(self.value_channels, self.group_size)
+
+
+class Call(NamedTuple):
+    """One call of attention: its shapes, and its arrays in the kernels' order up to ``counts``."""
+
+    shapes: Shapes
+    arrays: list[mx.array]
     factor: mx.array
+
+
+class Split(NamedTuple):
+    """How attention's work is cut: queries a threadgroup, tiles of queries, splits of the tokens."""
+
+    query_tile: int
+    query_tiles: int
+    splits: int
+
+
+class Plan(NamedTuple):
+    """The two launches of attention, configured: the grid over heads and splits, and the merge of the splits."""
+
+    settings: Configuration
+    merging: Configuration
+    layout: Layout
+    groups: Grid
+    parts: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
+    rows: int
+    out: tuple[tuple[int, ...], mx.Dtype]
 
 
 def decode_attention(
@@ -86,115 +129,119 @@ def decode_attention(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`. A query that sees nothing gets zeros."""
-    call = describe(queries, history, scale=scale, causal=causal, mask=mask)
-    split = plan(queries, history, sum(-(-tokens // TILE_TOKENS) for tokens in capacities(history)))
-    layout = call.layout._replace(splits=split.splits, tensor_from=split.splits)
-    return attend(target, ATTENTION, call._replace(layout=layout), queries, history, split, {"SKIPS": 0}, sinks)
+    call = describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
+    return attend(target, ATTENTION, call, _plan(call.shapes), sinks)
 
 
-def attend(
-    target: Target,
-    kernel: Kernel,
-    call: Call,
-    queries: mx.array,
-    history: History,
-    split: Split,
-    settings: dict[str, Setting],
-    sinks: mx.array | None,
-) -> mx.array:
+def attend(target: Target, kernel: Kernel, call: Call, plan: Plan, sinks: mx.array | None) -> mx.array:
     """Run ``kernel`` over heads, tiles of queries and splits, and merge the splits into ``[B, H_q, L, D_v]``."""
-    batch, heads = history.window_keys.shape[:2]
-    rows, splits = math.prod(queries.shape[:3]), split.splits
-    channels = history.window_values.shape[-1]
-    layout = constant(call.layout, mx.int32)
-    parts = launch(
-        target,
-        kernel,
-        call.settings | settings | {"QUERY_TILE": split.query_tile},
-        [*call.arrays, layout, call.factor],
-        groups=(splits, split.query_tiles, batch * heads),
-        outputs=[((rows, splits, channels), mx.float32), ((rows, splits, 2), mx.float32)],
-    )
-    merging: dict[str, Setting] = {
-        "ELEMENT": queries.dtype,
-        "VALUE_CHANNELS": channels,
-        "SINK_LOGITS": int(sinks is not None),
-        "SIMDS": MERGE.threads // SIMD_WIDTH,
-    }
+    layout = constant(plan.layout, mx.int32)
+    inputs = [*call.arrays, layout, call.factor]
+    parts = launch(target, kernel, plan.settings, inputs, groups=plan.groups, outputs=plan.parts)
     logits = constant((0.0,), mx.float32) if sinks is None else sinks.astype(mx.float32)
-    outputs = [((*queries.shape[:3], channels), queries.dtype)]
-    (out,) = launch(target, MERGE, merging, [*parts, logits, layout], groups=(rows, 1, 1), outputs=outputs)
-    return out
+    inputs = [*parts, logits, layout]
+    return launch(target, MERGE, plan.merging, inputs, groups=(plan.rows, 1, 1), outputs=(plan.out,))[0]
 
 
-def plan(
-    queries: mx.array,
-    history: History,
-    tiles: int,
-    query_tiles: tuple[int, ...] = QUERY_TILES,
-    wanted: int = WANTED_GROUPS,
-) -> Split:
-    """Cut the work by shapes and capacities, never by counts, which may be on the GPU only.
-
-    ``tiles`` are those that the tokens' capacity has; no more splits are made.
-    """
-    batch, heads = history.window_keys.shape[:2]
-    rows = queries.shape[1] // heads * queries.shape[2]
-    query_tile = next((tile for tile in query_tiles if tile >= rows), query_tiles[-1])
-    tiles_of_queries = -(-rows // query_tile)
-    splits = min(max(wanted // (batch * heads * tiles_of_queries), 1), max(tiles, 1), MOST_SPLITS)
-    return Split(query_tile, tiles_of_queries, splits)
-
-
-def capacities(history: History) -> tuple[int, int, int]:
-    """Return the tokens that sinks, codes and window have room for: the mask's columns, in order."""
-    codes = 0 if history.values is None else history.values.words.shape[2]
-    sinks = 0 if history.sink_keys is None else history.sink_keys.shape[2]
-    return sinks, codes, history.window_keys.shape[2]
-
-
-def describe(queries: mx.array, history: History, *, scale: float, causal: bool, mask: mx.array | None) -> Call:
-    """Return the configuration, buffers and layout of a call.
+def describe(
+    queries: mx.array, history: History, *, scale: float, causal: bool, mask: mx.array | None, sinks: mx.array | None
+) -> Call:
+    """Return the shapes and buffers of a call.
 
     Raises:
         BackendError: the query heads are no multiple of the KV heads.
     """
-    query_heads, length = queries.shape[1:3]
-    heads = history.window_keys.shape[1]
+    batch, query_heads, length, key_channels = queries.shape
+    _, heads, window_room, value_channels = history.window_values.shape
     if query_heads % heads:
         raise BackendError(f"{query_heads} query heads on {heads} KV heads: expected a multiple")
-    sink_room, code_room, window_room = capacities(history)
-    counts, stride = _counts(history, queries.shape[0])
+    counts, count_stride = _counts(history, batch)
     mask_array, mask_strides = _mask(mask)
-    rows = query_heads // heads * length
-    layout = Layout(rows, length, heads, 0, code_room, sink_room, window_room, int(causal), *mask_strides, stride, 0)
+    shapes = Shapes(
+        batch=batch,
+        query_heads=query_heads,
+        length=length,
+        heads=heads,
+        key_channels=key_channels,
+        value_channels=value_channels,
+        dtype=queries.dtype,
+        key_bits=history.key_bits,
+        value_bits=history.value_bits,
+        group_size=history.group_size,
+        sink_room=0 if history.sink_keys is None else history.sink_keys.shape[2],
+        code_room=0 if history.values is None else history.values.words.shape[2],
+        window_room=window_room,
+        causal=causal,
+        mask_strides=mask_strides,
+        count_stride=count_stride,
+        sink_logits=sinks is not None,
+    )
     arrays = [queries, *_codes(history.keys), *_codes(history.values)]
     arrays += [_or_nothing(history.sink_keys, queries.dtype), _or_nothing(history.sink_values, queries.dtype)]
     arrays += [history.window_keys, history.window_values, mask_array, counts]
-    factor = constant((scale * LOG2_E,), mx.float32)
-    return Call(_settings(history, mask), arrays, layout, factor)
+    return Call(shapes, arrays, constant((scale * LOG2_E,), mx.float32))
 
 
-def _settings(history: History, mask: mx.array | None) -> dict[str, Setting]:
-    value_channels = history.window_values.shape[-1]
-    padded = padded_length(value_channels, history.group_size)
-    value_columns = padded * history.value_bits // 32
-    return {
-        "KEY_BITS": history.key_bits,
-        "VALUE_BITS": history.value_bits,
-        "GROUP": history.group_size,
-        "KEY_CHANNELS": history.window_keys.shape[-1],
-        "VALUE_CHANNELS": value_channels,
-        "VALUE_PADDED": padded,
-        "KEY_CODES": 32 // history.key_bits,
-        "VALUE_CODES": 32 // history.value_bits,
-        "KEY_COLUMNS": TILE_TOKENS * history.key_bits // 32,
+@lru_cache(maxsize=1024)
+def _plan(shapes: Shapes) -> Plan:
+    tiles = sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.code_room, shapes.window_room))
+    split = cut(shapes, tiles, QUERY_TILES, WANTED_GROUPS)
+    return configure(shapes, split, split.splits, {"SKIPS": 0})
+
+
+def cut(shapes: Shapes, tiles: int, query_tiles: tuple[int, ...], wanted: int) -> Split:
+    """Cut the work into about ``wanted`` threadgroups.
+
+    By shapes and capacities, never by counts, which may be on the GPU only; ``tiles`` are those that the capacity has.
+    """
+    query_tile = next((tile for tile in query_tiles if tile >= shapes.rows), query_tiles[-1])
+    tiles_of_queries = -(-shapes.rows // query_tile)
+    splits = min(max(wanted // (shapes.batch * shapes.heads * tiles_of_queries), 1), max(tiles, 1), MOST_SPLITS)
+    return Split(query_tile, tiles_of_queries, splits)
+
+
+def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str, Setting]) -> Plan:
+    """Return the launches for a split of which those from ``tensor_from`` on are the tensor-core body's."""
+    value_columns = shapes.value_padded * shapes.value_bits // 32
+    layout = Layout(
+        *(shapes.rows, shapes.length, shapes.heads, split.splits),
+        *(shapes.code_room, shapes.sink_room, shapes.window_room, int(shapes.causal)),
+        *(shapes.mask_strides or (0, 0, 0, 0)),
+        *(shapes.count_stride, tensor_from),
+    )
+    attention: dict[str, Setting] = {
+        "KEY_BITS": shapes.key_bits,
+        "VALUE_BITS": shapes.value_bits,
+        "GROUP": shapes.group_size,
+        "KEY_CHANNELS": shapes.key_channels,
+        "VALUE_CHANNELS": shapes.value_channels,
+        "VALUE_PADDED": shapes.value_padded,
+        "KEY_CODES": 32 // shapes.key_bits,
+        "VALUE_CODES": 32 // shapes.value_bits,
+        "KEY_COLUMNS": TILE_TOKENS * shapes.key_bits // 32,
         "VALUE_COLUMNS": value_columns,
         "VALUE_SLICES": max(THREADS // value_columns, 1),
-        "EXACT_COLUMNS": -(-padded // THREADS),
-        "MASKED": int(mask is not None),
+        "EXACT_COLUMNS": -(-shapes.value_padded // THREADS),
+        "MASKED": int(shapes.mask_strides is not None),
         "SKIPPED_TILE": TENSOR_TILE_TOKENS,
+        "QUERY_TILE": split.query_tile,
     }
+    merging: dict[str, Setting] = {
+        "ELEMENT": shapes.dtype,
+        "VALUE_CHANNELS": shapes.value_channels,
+        "SINK_LOGITS": int(shapes.sink_logits),
+        "SIMDS": MERGE.threads // SIMD_WIDTH,
+    }
+    rows = shapes.batch * shapes.query_heads * shapes.length
+    return Plan(
+        settings=tuple((attention | settings).items()),
+        merging=tuple(merging.items()),
+        layout=layout,
+        groups=(split.splits, split.query_tiles, shapes.batch * shapes.heads),
+        parts=(((rows, split.splits, shapes.value_channels), mx.float32), ((rows, split.splits, 2), mx.float32)),
+        rows=rows,
+        out=((shapes.batch, shapes.query_heads, shapes.length, shapes.value_channels), shapes.dtype),
+    )
 
 
 def _or_nothing(array: mx.array | None, dtype: mx.Dtype) -> mx.array:
@@ -217,10 +264,10 @@ def _counts(history: History, batch: int) -> tuple[mx.array, int]:
     return mx.stack(columns, axis=-1), 3
 
 
-def _mask(mask: mx.array | None) -> tuple[mx.array, tuple[int, int, int, int]]:
+def _mask(mask: mx.array | None) -> tuple[mx.array, tuple[int, int, int, int] | None]:
     """Return the mask as additive float32 and its strides, 0 along axes that it broadcasts over."""
     if mask is None:
-        return constant((0.0,), mx.float32), (0, 0, 0, 0)
+        return constant((0.0,), mx.float32), None
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     additive = mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask
     shape = additive.shape

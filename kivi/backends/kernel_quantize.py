@@ -27,7 +27,7 @@ def group_roundtrip(target: Target, x: mx.array, *, bits: int, group_size: int, 
     else:
         kernel, sizes, groups = ROUNDTRIP_VALUES, *_value_grid(x, group_size)
         settings |= _channels(x, group_size)
-    (out,) = launch(target, kernel, settings, [x, sizes], groups=groups, outputs=[(x.shape, x.dtype)])
+    (out,) = launch(target, kernel, tuple(settings.items()), [x, sizes], groups=groups, outputs=[(x.shape, x.dtype)])
     return out
 
 
@@ -40,7 +40,7 @@ def quantize_keys(target: Target, keys: mx.array, *, bits: int, group_size: int,
     params = (*leading, channels, tokens // group_size)
     outputs = [((*leading, channels, tokens * bits // 32), mx.uint32), (params, param_dtype), (params, param_dtype)]
     settings = _settings(keys, bits, group_size, param_dtype)
-    return Packed(*launch(target, PACK_KEYS, settings, [keys, sizes], groups=groups, outputs=outputs))
+    return Packed(*launch(target, PACK_KEYS, tuple(settings.items()), [keys, sizes], groups=groups, outputs=outputs))
 
 
 def quantize_values(target: Target, values: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
@@ -51,7 +51,7 @@ def quantize_values(target: Target, values: mx.array, *, bits: int, group_size: 
     params = (*leading, padded // group_size)
     outputs = [((*leading, padded * bits // 32), mx.uint32), (params, param_dtype), (params, param_dtype)]
     settings = _settings(values, bits, group_size, param_dtype) | _channels(values, group_size)
-    return Packed(*launch(target, PACK_VALUES, settings, [values, sizes], groups=groups, outputs=outputs))
+    return Packed(*launch(target, PACK_VALUES, tuple(settings.items()), [values, sizes], groups=groups, outputs=outputs))
 
 
 def _settings(x: mx.array, bits: int, group_size: int, param_dtype: mx.Dtype) -> dict[str, Setting]:

@@ -4,11 +4,23 @@ Both run in one grid, so that the rest, which is short and waits for memory, run
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from kivi.backends import History, kernel_attention
 from kivi.backends.kernel import Kernel, Setting, Target
-from kivi.backends.kernel_attention import HISTORY_INPUTS, TENSOR_TILE_TOKENS, TILE_TOKENS, attend, capacities, plan
+from kivi.backends.kernel_attention import (
+    HISTORY_INPUTS,
+    TENSOR_TILE_TOKENS,
+    TILE_TOKENS,
+    Plan,
+    Shapes,
+    attend,
+    configure,
+    cut,
+    describe,
+)
 from kivi.backends.kernel_backend import KernelBackend
 from kivi.quantize import padded_length
 
@@ -52,9 +64,9 @@ def fits(queries: mx.array, history: History) -> bool:
     """
     if history.keys is None or history.keys.scale.dtype != mx.float16 or queries.dtype == mx.float32:
         return False
-    channels = history.window_keys.shape[-1], padded_length(history.window_values.shape[-1], history.group_size)
-    room = capacities(history)[1]
-    return channels[0] % 16 == 0 and max(channels) <= MOST_CHANNELS and room >= TENSOR_TILE_TOKENS
+    key_channels, value_channels = queries.shape[-1], padded_length(history.window_values.shape[-1], history.group_size)
+    room = history.keys.scale.shape[-1] * history.group_size
+    return key_channels % 16 == 0 and max(key_channels, value_channels) <= MOST_CHANNELS and room >= TENSOR_TILE_TOKENS
 
 
 def decode_attention(
@@ -68,20 +80,22 @@ def decode_attention(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`."""
-    call = kernel_attention.describe(queries, history, scale=scale, causal=causal, mask=mask)
-    sink_room, code_room, window_room = capacities(history)
+    call = describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
+    return attend(target, TENSOR, call, _plan(call.shapes), sinks)
+
+
+@lru_cache(maxsize=1024)
+def _plan(shapes: Shapes) -> Plan:
+    coded = cut(shapes, -(-shapes.code_room // (TENSOR_TILE_TOKENS * SIMDS)), QUERY_TILES, WANTED_GROUPS)
+    # Fewer than a tile of codes are left to the portable body, in two of its tiles at most.
+    left = TENSOR_TILE_TOKENS // TILE_TOKENS + sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.window_room))
+    rest = cut(shapes, left, QUERY_TILES, kernel_attention.WANTED_GROUPS).splits
     settings: dict[str, Setting] = {
         "PARAM": mx.float16,
         "SIMDS": SIMDS,
-        "KEY_DIRECT": MANTISSA_BITS // history.key_bits,
-        "VALUE_DIRECT": MANTISSA_BITS // history.value_bits,
+        "KEY_DIRECT": MANTISSA_BITS // shapes.key_bits,
+        "VALUE_DIRECT": MANTISSA_BITS // shapes.value_bits,
+        "VALUE_TILES": -(-coded.query_tile // 2),  # two queries share a matrix's columns
         "SKIPS": 1,
     }
-    coded = plan(queries, history, -(-code_room // (TENSOR_TILE_TOKENS * SIMDS)), QUERY_TILES, WANTED_GROUPS)
-    # Fewer than a tile of codes are left to the portable body, in two of its tiles at most.
-    left = TENSOR_TILE_TOKENS // TILE_TOKENS + sum(-(-room // TILE_TOKENS) for room in (sink_room, window_room))
-    rest = plan(queries, history, left, QUERY_TILES).splits
-    settings["VALUE_TILES"] = -(-coded.query_tile // 2)  # two queries share a matrix's columns
-    split = coded._replace(splits=rest + coded.splits)
-    call = call._replace(layout=call.layout._replace(splits=split.splits, tensor_from=rest))
-    return attend(target, TENSOR, call, queries, history, split, settings, sinks)
+    return configure(shapes, coded._replace(splits=rest + coded.splits), rest, settings)

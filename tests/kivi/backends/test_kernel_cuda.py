@@ -13,7 +13,7 @@ SETTINGS = {"ELEMENT": mx.float16, "PARAM": mx.float32, "BITS": 2}
 
 def test_a_program_has_its_own_name_for_every_text() -> None:
     names = {
-        compose(CudaTarget(), PACK_KEYS, settings, [dtype, mx.uint32], [mx.uint32, mx.float16, mx.float16]).name
+        compose(CudaTarget(), PACK_KEYS, tuple(settings.items()), [dtype, mx.uint32], [mx.uint32, mx.float16, mx.float16]).name
         for settings in (SETTINGS, {**SETTINGS, "BITS": 4})
         for dtype in (mx.float16, mx.bfloat16)
     }

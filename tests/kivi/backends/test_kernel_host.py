@@ -83,4 +83,4 @@ def test_sixteen_bit_floats_round_as_numpy_does() -> None:
 def test_a_body_that_does_not_compile_is_named() -> None:
     broken = Kernel("roundtrip_keys", ("x", "sizes"), ("out",), 128, ())  # without the functions that the body uses
     with pytest.raises(BackendError, match="kernel roundtrip_keys with BITS=2 failed"):
-        launch(HostTarget(), broken, {"BITS": 2}, [mx.zeros((8,))], groups=(1, 1, 1), outputs=[((8,), mx.float32)])
+        launch(HostTarget(), broken, (("BITS", 2),), [mx.zeros((8,))], groups=(1, 1, 1), outputs=[((8,), mx.float32)])
