@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from flows.deployments import drift, load, read
+from flows.doctor import examine
 from tasks.config import NightlyConfig, load_config
 
 PROJECT = Path(__file__).parents[2]
@@ -98,6 +99,14 @@ def test_the_command_of_the_readme_runs_a_night_and_shows_it(lab: Any, tmp_path:
     assert "Completed" in done.stdout
     (page,) = (tmp_path / "mlruns" / "reports").glob("*.html")
     assert "kivi-k2v2-g32-r32-mlx" in page.read_text()
+
+
+def test_the_doctor_says_how_servers_and_deployments_are(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT)
+    found = {finding.name: finding for finding in examine(lab.tracking_dir)}
+    names = ["make up: prefect", "make up: mlflow", "make up: worker", "make up: cells", "deployments"]
+    assert [found[name].ok for name in names] == [True] * 5
+    assert found["make up: mlflow"].text == lab.mlflow_address
 
 
 def test_up_again_changes_nothing(lab: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL
 
@@ -52,7 +53,7 @@ class Starter:
         self._process.stdin.write(f"{tracking_dir}\n")
         self._process.stdin.flush()
         night = int(self._read())
-        while until is not None and not until() and Path(f"/proc/{night}").exists() and not ended(night):
+        while until is not None and not until() and not ended(night):
             time.sleep(0.01)
         if until is not None and not ended(night):
             os.kill(night, signal.SIGKILL)
@@ -64,9 +65,11 @@ class Starter:
 
 
 def ended(process: int) -> bool:
-    """Return whether a process is gone, or waits to be taken notice of, which a process that is not its parent cannot do."""
-    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout.strip()
-    return listed == "" or listed.startswith("Z")
+    """Return whether a process is gone, or waits for its parent to take notice."""
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture(scope="module")
