@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kivi.measure.settings import MeasureSettings, ScoreSettings
 from kivi.spec import BackendName, CacheSpec
@@ -79,8 +79,21 @@ class PromptSetConfig(Config):
         return self.source in BUILT_IN
 
 
+TierMetric = Literal["kl_mean", "kl_p99", "flip_rate"]
+
+
+def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
+    good, marginal = bounds
+    if not 0 <= good <= marginal:
+        raise ValueError(f"[{good:g}, {marginal:g}]: expected two numbers that do not fall, neither below 0")
+    return bounds
+
+
+Bounds = Annotated[tuple[float, float], AfterValidator(_check_bounds)]
+
+
 class Thresholds(Config):
-    """Absolute limits of one spec; a limit left out is not checked."""
+    """Absolute limits of one spec, a limit left out is not checked; and the bounds of its tiers, which fail nothing."""
 
     kl_mean: float | None = Field(None, ge=0, description="largest mean KL from the full cache, nats")
     kl_p99: float | None = Field(None, ge=0, description="largest 99th percentile of the KL, nats")
@@ -89,10 +102,18 @@ class Thresholds(Config):
     compression: float | None = Field(None, ge=0, description="smallest compression, full precision over resident bytes")
     prefill_ratio: float | None = Field(None, ge=0, description="smallest prefill speed over the full cache's")
     decode_ratio: float | None = Field(None, ge=0, description="smallest decode speed over the full cache's")
+    tiers: dict[TierMetric, Bounds] = Field(
+        default_factory=dict, description="good up to the first number, marginal up to the second, bad above; shown, not gated"
+    )
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, without the tiers."""
+        return self.model_dump(exclude_none=True, exclude={"tiers"})
 
     def merged(self, other: Thresholds) -> Thresholds:
-        """Return these limits, those that ``other`` sets replaced by its own."""
-        return self.model_copy(update=other.model_dump(exclude_none=True))
+        """Return these limits and tiers, those that ``other`` sets replaced by its own."""
+        return self.model_copy(update={**other.limits, "tiers": {**self.tiers, **other.tiers}})
 
 
 class Tolerances(Config):
@@ -111,6 +132,7 @@ class Tolerances(Config):
 # 74 and 74, 15 and 9 %; at 8 bits 0.0002, 1.4 % (prose). Limits are two to three times as much: texts differ by about two,
 # real defects by more. Near zero they leave room for the noise of 16-bit floats.
 DEFAULT_THRESHOLDS: dict[str, Thresholds] = {
+    "*": Thresholds(tiers={"kl_mean": (0.01, 0.10), "kl_p99": (0.10, 1.00), "flip_rate": (0.01, 0.05)}),
     "full": Thresholds(kl_mean=0.001, flip_rate=0.01),
     "kivi*-k2v2-*": Thresholds(kl_mean=0.4, flip_rate=0.35),
     "kivi*-k4v4-*": Thresholds(kl_mean=0.01, flip_rate=0.06),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
-from kivi.measure.results import CellResult, MetricField, metric_fields, metric_values
-from tasks.config import Config, NightlyConfig, Thresholds
+from kivi.measure.results import CellResult, MetricField, Quality, metric_fields, metric_values
+from tasks.config import Bounds, Config, NightlyConfig, TierMetric
 from tasks.night import Night, Outcome
 from tasks.regression import Change, Comparison
 
@@ -22,6 +23,16 @@ METRICS = {
     "prefill_ratio": "throughput.prefill_ratio",
     "decode_ratio": "throughput.decode_ratio",
 }
+
+Tier = Literal["good", "marginal", "bad"]
+TIERS: tuple[Tier, Tier, Tier] = ("good", "marginal", "bad")
+
+
+class Standing(Config):
+    """The tier of a cell, and the bounds that decided it. It is shown to readers and fails nothing."""
+
+    tier: Tier
+    bounds: dict[TierMetric, Bounds]
 
 
 class Check(Config):
@@ -43,6 +54,7 @@ class Verdict(Config):
     reasons: tuple[str, ...] = Field(description="one sentence for each check that did not pass")
     checks: tuple[Check, ...]
     comparison: Comparison = Field(Comparison(), description="the night beside the last good one and the pinned one")
+    standings: dict[str, Standing] = Field(default_factory=dict, description="by cell key, of the cells that have a result")
 
     @property
     def word(self) -> str:
@@ -73,16 +85,33 @@ def judge(night: Night, config: NightlyConfig, comparison: Comparison | None = N
         comparison: The night beside earlier ones; each regression in it does not pass.
     """
     comparison = comparison or Comparison()
-    checks = [check for outcome in night.outcomes for check in _check(outcome, config.thresholds_for(outcome.cell.spec.slug))]
+    checks, standings = [], {}
+    for outcome in night.outcomes:
+        thresholds = config.thresholds_for(outcome.cell.spec.slug)
+        checks += list(_check(outcome, thresholds.limits))
+        if outcome.result is not None:
+            quality = outcome.result.quality
+            standings[outcome.cell.key] = Standing(tier=tier(quality, thresholds.tiers), bounds=thresholds.tiers)
     checks += [_check_change(change) for change in comparison.changes if change.outcome != "not compared"]
     reasons = tuple(check.reason for check in checks if not check.passed)
-    return Verdict(passed=bool(checks) and not reasons, reasons=reasons, checks=tuple(checks), comparison=comparison)
+    return Verdict(
+        passed=bool(checks) and not reasons,
+        reasons=reasons,
+        checks=tuple(checks),
+        comparison=comparison,
+        standings=standings,
+    )
+
+
+def tier(quality: Quality, bounds: Mapping[TierMetric, Bounds]) -> Tier:
+    """Return how far the quality is from the full cache's: the worst by mean KL, p99 KL and flip rate."""
+    return TIERS[max(sum(getattr(quality, name) > bound for bound in pair) for name, pair in bounds.items())]
 
 
 gate = task(name="gate", cache_policy=NO_CACHE)(judge)
 
 
-def _check(outcome: Outcome, thresholds: Thresholds) -> Iterator[Check]:
+def _check(outcome: Outcome, limits: Mapping[str, float]) -> Iterator[Check]:
     label, key = outcome.cell.label, outcome.cell.key
     if outcome.error or outcome.result is None:
         why = f"failed: {outcome.error}" if outcome.error else "has no result"
@@ -92,7 +121,7 @@ def _check(outcome: Outcome, thresholds: Thresholds) -> Iterator[Check]:
     yield _check_audit(label, outcome.result)
     fields = {field.name: field for field in metric_fields()}
     values = dict(metric_values(outcome.result))
-    for name, limit in thresholds.model_dump(exclude_none=True).items():
+    for name, limit in limits.items():
         yield _check_limit(label, key, fields[METRICS[name]], values.get(METRICS[name]), limit)
 
 

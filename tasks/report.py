@@ -25,7 +25,7 @@ from tasks.escape import markdown, visible
 from tasks.figures import depth_figure, panel_title, pareto_figure, step_figure
 from tasks.gate import Verdict
 from tasks.night import Night
-from tasks.table import HEADINGS, LEGEND, TIERS, columns, rows, show_seconds
+from tasks.table import HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
 
 SAMPLES = 2  # continuations shown a cell
 LONGEST_SAMPLE = 600  # characters
@@ -84,7 +84,7 @@ def build_report(
         "columns": columns(lines),
         "rows": [line._asdict() for line in lines],
         "legend": LEGEND,
-        "tiers": "; ".join(f"{name} {good:g} and {bad:g}" for name, (good, bad) in TIERS.items()),
+        "tiers": tier_bounds(night, verdict),
         "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
         "links": linked,
         "address": f"{places.UI_ADDRESS}/",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from kivi.measure.results import CellResult, Quality
+from kivi.measure.results import CellResult
 from tasks.escape import visible
 from tasks.gate import Verdict
 from tasks.night import Night, Outcome
 
-Tier = Literal["good", "marginal", "bad"]
-# Up to the first limit good, up to the second marginal, above bad; the worst of the three counts.
-TIERS = {"kl_mean": (0.01, 0.10), "kl_p99": (0.10, 1.00), "flip_rate": (0.01, 0.05)}
 NOTHING = "–"
 NOISE = 1e-6  # nats; below is the noise of float32, whose digits say nothing
 
@@ -51,7 +48,7 @@ LEGEND = (
 
 def rows(night: Night, verdict: Verdict) -> list[Row]:
     """Return a row a cell, in the order of the plan."""
-    return [_row(outcome, verdict.of(outcome.cell.key)) for outcome in night.outcomes]
+    return [_row(outcome, verdict) for outcome in night.outcomes]
 
 
 def columns(lines: Sequence[Row]) -> list[str]:
@@ -60,11 +57,17 @@ def columns(lines: Sequence[Row]) -> list[str]:
     return [name for name in Row._fields if not (shared and name == "on")]
 
 
-def tier(quality: Quality) -> Tier:
-    """Return how far the quality is from the full cache's, by the worst of mean KL, p99 KL and flip rate."""
-    worst = max(sum(getattr(quality, name) > limit for limit in limits) for name, limits in TIERS.items())
-    tiers: tuple[Tier, Tier, Tier] = ("good", "marginal", "bad")
-    return tiers[worst]
+def tier_bounds(night: Night, verdict: Verdict) -> str:
+    """Return what good and marginal mean in this night, caches with bounds of their own by name."""
+    caches: dict[str, list[str]] = {}
+    for outcome in night.outcomes:
+        standing = verdict.standings.get(outcome.cell.key)
+        if standing is not None:
+            shown = "; ".join(f"{name} {good:g} and {marginal:g}" for name, (good, marginal) in standing.bounds.items())
+            caches.setdefault(shown, []).append(outcome.cell.spec.slug)
+    if len(caches) <= 1:
+        return "".join(caches)
+    return "; ".join(f"for {', '.join(dict.fromkeys(slugs))}: {shown}" for shown, slugs in caches.items())
 
 
 def show_bytes(count: float) -> str:
@@ -86,7 +89,7 @@ def show_seconds(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-def _row(outcome: Outcome, verdict: str) -> Row:
+def _row(outcome: Outcome, verdict: Verdict) -> Row:
     cell, result = outcome.cell, outcome.result
     where = visible(f"{cell.model.name} × {cell.prompt_set}")
     if result is None:
@@ -98,10 +101,10 @@ def _row(outcome: Outcome, verdict: str) -> Row:
         resident=show_bytes(result.memory.resident_bytes),
         compression=f"{result.memory.compression:.2f}×",
         kl=_show_kl(result),
-        tier=tier(result.quality),
+        tier=verdict.standings[cell.key].tier,
         flips=f"{result.quality.flip_rate:.1%}",
         decode=speed,
-        verdict=verdict,
+        verdict=verdict.of(cell.key),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from tasks.config import NightlyConfig, Thresholds
 from tasks.gate import METRICS, judge
@@ -80,4 +81,18 @@ def test_the_verdict_of_a_cell_is_its_own(make_result, make_night, config):
 
 
 def test_every_threshold_has_a_metric():
-    assert set(METRICS) == set(Thresholds.model_fields)
+    assert set(METRICS) == set(Thresholds.model_fields) - {"tiers"}
+
+
+def test_a_bad_tier_is_shown_and_fails_nothing(make_result, make_night):
+    config = NightlyConfig(specs=("full",), thresholds={"kivi*": Thresholds(kl_mean=1.0)})
+    result = make_result(kl_mean=0.9)
+    verdict = judge(make_night(result), config)
+    assert verdict.passed
+    assert verdict.standings[result.cell_key].tier == "bad"
+
+
+@pytest.mark.parametrize("bounds", [(0.2, 0.1), (-0.1, 0.1), (0.1,), ("a", 1)], ids=str)
+def test_bounds_of_a_tier_are_two_numbers_that_do_not_fall(bounds):
+    with pytest.raises(ValidationError, match="tiers"):
+        Thresholds.model_validate({"tiers": {"kl_mean": bounds}})

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tasks.config import NightlyConfig
+from tasks.config import NightlyConfig, Thresholds
 from tasks.figures import cell_figure, depth_figure, pareto_figure, step_figure
-from tasks.gate import judge
+from tasks.gate import judge, tier
 from tasks.plan import Skipped
 from tasks.report import build_report
-from tasks.table import rows, show_bytes, show_seconds, tier
+from tasks.table import rows, show_bytes, show_seconds
 
 CONFIG = NightlyConfig(specs=("full",))
 HOSTILE = (
@@ -79,8 +79,24 @@ def test_the_noise_of_floats_has_no_digits(make_result, make_night):
     ("kl_mean", "expected"), [(0.0001, "marginal"), (0.009, "marginal"), (0.05, "marginal"), (0.11, "bad")], ids=str
 )
 def test_the_tier_is_the_worst_of_three(make_result, kl_mean, expected):
-    assert tier(make_result(kl_mean=kl_mean).quality) == expected  # its flips, 2.4 %, are marginal
-    assert tier(make_result("full").quality) == "good"
+    bounds = CONFIG.thresholds_for("full").tiers
+    assert tier(make_result(kl_mean=kl_mean).quality, bounds) == expected  # its flips, 2.4 %, are marginal
+    assert tier(make_result("full").quality, bounds) == "good"
+
+
+def test_a_spec_may_have_tiers_of_its_own_and_the_report_says_which(make_result, make_night):
+    own = {"kivi*": Thresholds(tiers={"flip_rate": (0.03, 0.2)}), "*-k2v2-*": Thresholds(tiers={"kl_mean": (0.1, 0.2)})}
+    night = make_night(make_result(), make_result("kivi-roundtrip:bits=2,backend=mlx", kl_mean=0.09))
+    plain, strict = make_report(night), make_report(night, CONFIG.model_copy(update={"thresholds": own}))
+    assert [row.tier for row in rows(night, judge(night, CONFIG))] == ["marginal", "marginal"]
+    assert [row.tier for row in rows(night, judge(night, CONFIG.model_copy(update={"thresholds": own})))] == [
+        "good",
+        "marginal",
+    ]
+    assert "up to: kl_mean 0.01 and 0.1; kl_p99 0.1 and 1; flip_rate 0.01 and 0.05." in Page(plain.html).text
+    for text in (Page(strict.html).text, strict.markdown.replace("\\", "")):
+        assert "for kivi-roundtrip-k4v4-g32-r128-mlx: kl_mean 0.01 and 0.1; kl_p99 0.1 and 1; flip_rate 0.03 and 0.2" in text
+        assert "for kivi-roundtrip-k2v2-g32-r128-mlx: kl_mean 0.1 and 0.2; kl_p99 0.1 and 1; flip_rate 0.03 and 0.2" in text
 
 
 def test_what_was_skipped_covered_and_used_is_said(make_result, make_night):
