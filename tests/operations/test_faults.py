@@ -20,11 +20,14 @@ import tasks.cells
 from flows.background import end_tree, free_port
 from flows.conclude import conclude, server_is_away
 from flows.nightly import nightly
+from kivi.measure.results import CellResult
 from tasks.config import NightlyConfig
+from tasks.exchange import fetch, send
 from tasks.night import Night
 from tasks.prompts import load_prompt_set
 from tasks.secrets import redact
-from tasks.track import find_cells, find_nights, log_night
+from tasks.store import ResultStore
+from tasks.track import find_cells, find_nights, log_night, open_night
 from tasks.tracking_store import TRACKING_URI, TrackingError, writer
 from tasks.unlogged import keep, left_over
 
@@ -193,3 +196,26 @@ def test_a_kept_night_of_another_version_is_left_alone(
     other = make_night(make_result(key="other"))
     assert [kept.night for kept in left_over(tmp_path, other_than=other)] == [night]
     assert "other.json is no night of this version" in caplog.text
+
+
+def test_results_come_from_another_machine_through_the_server(
+    prefect_server: None,
+    server: Server,
+    tmp_path: Path,
+    make_result: Callable[..., Any],
+    make_night: Callable[..., Night],
+) -> None:
+    result, other = make_result(key="one"), make_result(key="two")
+    night = make_night(result, other)
+    planner, worker = ResultStore(tmp_path / "planner" / "results"), ResultStore(tmp_path / "worker" / "results")
+    with writer(tmp_path / "planner") as store:
+        run_id = open_night(store, night)
+    worker.write(result)
+    for _ in range(2):  # a worker that is tried again sends again
+        send(tmp_path / "worker", run_id, worker, [result.cell_key])
+    with writer(tmp_path / "planner") as store:
+        fetch(store, run_id, planner, [result.cell_key, other.cell_key])
+        assert planner.read(result.cell_key, CellResult) == result
+        assert planner.read(other.cell_key, CellResult) is None
+        assert [path.name for path in planner.folder.iterdir()] == ["one.json"]
+        assert log_night(store, night) == run_id  # it all goes below the run that workers were told of
