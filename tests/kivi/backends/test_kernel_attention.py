@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kivi.backends import Backend, BackendError, History
+from kivi.backends import Backend, BackendError, History, kernel_attention, kernel_tensor
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
@@ -54,6 +54,25 @@ def test_attention_is_within_the_bound(backend: Backend, name: str) -> None:
     assert actual.dtype == case.dtype
     assert largest_error(actual, reference(queries, exact, scale, causal=True), exact.values) < BOUND[case.dtype]
     assert mx.array_equal(queries, kept).item()
+
+
+@pytest.mark.parametrize("queries_a_head", [1, 2])
+def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many heads as fill a GPU there is one split; scores grow along it, so that every tile moves the maximum."""
+    for module in (kernel_attention, kernel_tensor):
+        monkeypatch.setattr(module, "WANTED_GROUPS", 1)
+        module._plan.cache_clear()
+    case = Case(heads=1, queries_a_head=queries_a_head, codes=2624, window=150)
+    queries, history, exact = build(case)
+    columns = exact.keys.shape[2]
+    ramp = mx.arange(columns, dtype=mx.float32)[None] / 64
+    actual = backend.decode_attention(queries, history, scale=0.125, causal=True, mask=ramp, sinks=None)
+    flat = backend.decode_attention(queries, history, scale=0.125, causal=True, mask=None, sinks=None)
+    for module in (kernel_attention, kernel_tensor):
+        module._plan.cache_clear()
+    expected = reference(queries, exact, 0.125, causal=True, mask=ramp)
+    assert largest_error(actual, expected, exact.values) < BOUND[case.dtype]
+    assert largest_error(flat, reference(queries, exact, 0.125, causal=True), exact.values) < BOUND[case.dtype] / 8
 
 
 @pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long", "long_grouped"])
