@@ -1,0 +1,115 @@
+"""Quality at equal memory: KL against end-to-end bytes a token, a curve for each family of caches.
+
+    python tests/bench/equal_memory.py --out equal_memory.json
+
+One sequence of the longest length is scored once a spec, teacher-forced: a position sees nothing that comes after it, so
+the first 1,024 positions of 4,096 are those of a sequence of 1,024. KL is the mean over *all* positions of a length,
+those included that see no quantised key yet, so that every spec is judged on the same positions. Bytes are those of live
+arrays, window, sinks, parameters and spare capacity included, in the dtype that was run: a layer's cache is filled
+with tokens of the model's shape and weighed. A family's curve holds the specs that no other of the family beats in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cache_timing import parser, report
+
+from kivi.build import make_prompt_cache
+from kivi.measure.memory import cache_bytes
+from kivi.measure.monitor import Monitor
+from kivi.measure.quality import score
+from kivi.measure.reference import ReferenceStore
+from kivi.measure.sequences import TokenStream
+from kivi.models import LoadedModel, load_model
+from kivi.spec import CacheSpec
+from tasks.config import PromptSetConfig
+from tasks.prompts import load_prompt_set
+
+import mlx.core as mx  # isort: skip  (after kivi, which chooses the BLAS)
+
+SPECS = (
+    *(f"mlx-quantized:bits={bits},group=32" for bits in (2, 3, 4, 5, 6, 8)),
+    "kivi:bits=2,residual=32",
+    "kivi:bits=2,residual=32,sinks=32",
+    "kivi:key_bits=4,value_bits=2,residual=32,sinks=32",
+    "kivi:key_bits=4,value_bits=2,residual=128,sinks=32",
+    "kivi:bits=4,residual=32,sinks=32",
+    "kivi:key_bits=8,value_bits=4,residual=32,sinks=32",
+    "kivi:bits=8,residual=32",
+)
+
+
+def main() -> None:
+    options_of = parser(__doc__)
+    options_of.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    options_of.add_argument("--specs", nargs="+", default=SPECS)
+    options = options_of.parse_args()
+    model = load_model()
+    texts = load_prompt_set(PromptSetConfig(source="humaneval")).texts(model.tokenizer)
+    tokens = TokenStream(model.tokenizer, texts).pack(1, max(options.lengths) + 1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        references = ReferenceStore(Path(folder), 4_000_000_000)
+        for text in options.specs:
+            rows += measure(model, tokens, CacheSpec.parse(text), options, references)
+            report("equal_memory", options, {"model_dtype": model.dtype, "rows": rows, "curves": curves(rows)})
+
+
+def measure(
+    model: LoadedModel,
+    tokens: Sequence[Sequence[int]],
+    spec: CacheSpec,
+    options: argparse.Namespace,
+    references: ReferenceStore,
+) -> list[dict[str, Any]]:
+    """Score one spec; return a row a length."""
+    started = time.perf_counter()
+    kl = score(model, tokens, spec, references=references, monitor=Monitor()).kl[0]
+    seconds = time.perf_counter() - started
+    return [
+        {
+            "spec": spec.slug,
+            "family": spec.kind,
+            "tokens": length,
+            "kl_mean": float(np.mean(kl[:length])),
+            "bytes_per_token": bytes_per_token(model, spec, length),
+            "seconds": seconds,
+        }
+        for length in options.lengths
+    ]
+
+
+def bytes_per_token(model: LoadedModel, spec: CacheSpec, tokens: int) -> float:
+    """Fill one layer's cache with random tokens of the model's shape and weigh it; return bytes a token, all layers."""
+    args = model.model.args
+    dtype = mx.float32 if model.dtype == "float32" else mx.float16
+    caches = make_prompt_cache(model.model, spec)
+    channels = args.hidden_size // args.num_attention_heads
+    keys, values = mx.random.normal((2, 1, args.num_key_value_heads, tokens, channels)).astype(dtype)
+    caches[0].update_and_fetch(keys, values)
+    mx.eval(caches[0].state)
+    return cache_bytes(caches[0]).resident * len(caches) / tokens
+
+
+def curves(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return, for each length and family, the specs that no other of the family beats in both bytes and KL."""
+    best: dict[str, list[str]] = {}
+    for row in rows:
+        rivals = [other for other in rows if (other["tokens"], other["family"]) == (row["tokens"], row["family"])]
+        beaten = any(
+            other["bytes_per_token"] <= row["bytes_per_token"] and other["kl_mean"] < row["kl_mean"] for other in rivals
+        )
+        if not beaten:
+            best.setdefault(f"{row['family']} at {row['tokens']}", []).append(row["spec"])
+    return best
+
+
+if __name__ == "__main__":
+    main()
