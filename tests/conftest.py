@@ -158,13 +158,13 @@ def build_result(
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_result() -> MakeResult:
     """Build a :class:`CellResult` by hand; see :func:`build_result` for what can be chosen."""
     return build_result
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_night() -> MakeNight:
     """Build a night from results; strings stand for cells that failed with that error."""
 
