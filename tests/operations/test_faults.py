@@ -24,7 +24,6 @@ from kivi.measure.results import CellResult
 from tasks.config import NightlyConfig
 from tasks.exchange import fetch, send
 from tasks.night import Night
-from tasks.prompts import load_prompt_set
 from tasks.secrets import redact
 from tasks.store import ResultStore
 from tasks.track import find_cells, find_nights, log_night, open_night
@@ -42,7 +41,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_ends_the_night_at_once_with_one_sentence(
     prefect_server: None, own_cache: None, tmp_path: Path, tiny_matrix: dict[str, Any]
 ) -> None:
-    load_prompt_set(NightlyConfig.model_validate(tiny_matrix).prompt_sets[0])  # into the cache of datasets, which has room
     (tmp_path / "tiny.yaml").write_text(json.dumps(tiny_matrix))
     tracking_dir = tmp_path / "mlruns"
     command = [sys.executable, "-c", "from flows.cli import main; main()", "nightly"]
@@ -54,11 +52,13 @@ def test_a_full_disk_ends_the_night_at_once_with_one_sentence(
         capture_output=True,
         text=True,
         timeout=300,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),  # the system refuses more, as if full
+        # The system refuses larger files as if the disk were full: there is room for the prompts and not for a result.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)),
     )
     assert done.returncode == 2, done.stderr
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("kivi: ")]
     assert "cannot be written to" in sentence
+    assert "1/3" not in done.stderr, "the next cells were tried"
     assert "Traceback" not in done.stderr
     assert list((tracking_dir / "results").iterdir()) == []
 
