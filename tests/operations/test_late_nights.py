@@ -11,8 +11,9 @@ def test_only_the_newest_of_several_late_nights_runs(lab: Any, tmp_path: Path, t
     deployment = lab.deployment("nightly/nightly")
     parameters = {"config": {**tiny_matrix, "specs": ["full"]}, "tracking_dir": str(tmp_path / "mlruns")}
     lab.patch("/work_pools/kivi", {"is_paused": True})  # the outage
-    first = datetime.now(UTC) + timedelta(seconds=15)
-    rule = f"DTSTART:{first:%Y%m%dT%H%M%S}\nRRULE:FREQ=SECONDLY;INTERVAL=2;COUNT=3"
+    first = datetime.now(UTC) + timedelta(seconds=20)
+    last = first + timedelta(seconds=6)
+    rule = f"DTSTART:{first:%Y%m%dT%H%M%S}\nRRULE:FREQ=SECONDLY;INTERVAL=2;COUNT=4"
     schedule = {"schedule": {"rrule": rule, "timezone": "UTC"}, "active": True, "parameters": parameters}
     (made,) = lab.post(f"/deployments/{deployment['id']}/schedules", [schedule]).raise_for_status().json()
     due = {
@@ -22,22 +23,26 @@ def test_only_the_newest_of_several_late_nights_runs(lab: Any, tmp_path: Path, t
     }
 
     def waiting() -> Any:
+        """All that the schedule has made, once they are late; a server that was busy has left out the first ones."""
+        if datetime.now(UTC) < last + timedelta(seconds=2):
+            return None
         found = lab.post("/flow_runs/filter", due).raise_for_status().json()
-        late = [run for run in found if run["expected_start_time"] < datetime.now(UTC).isoformat()]
-        return late if len(late) == 3 else None
+        return [run for run in found if datetime.fromisoformat(run["expected_start_time"]) <= last]
 
     try:
         runs = [run["id"] for run in lab.until(waiting)]
     finally:
         lab.patch("/work_pools/kivi", {"is_paused": False})
-    oldest, older, newest = [lab.wait(run) for run in runs]
+    *older, newest = [lab.wait(run) for run in runs]
     lab.delete(f"/deployments/{deployment['id']}/schedules/{made['id']}")
-    assert [run["state"]["type"] for run in (oldest, older, newest)] == ["CANCELLED", "CANCELLED", "COMPLETED"]
+    assert older
+    assert {run["state"]["type"] for run in older} == {"CANCELLED"}
+    assert newest["state"]["type"] == "COMPLETED", newest["state"]["message"]
     due_last = datetime.fromisoformat(newest["expected_start_time"]).strftime("%Y-%m-%d %H:%M:%S")
-    for run in (oldest, older):
+    for run in older:
         assert run["state"]["message"].startswith("outdated: this night was due at ")
         assert "takes its place" in run["state"]["message"]
-    assert f"the one due at {due_last} UTC" in older["state"]["message"]
+    assert f"the one due at {due_last} UTC" in older[-1]["state"]["message"]
 
 
 def test_runs_that_people_start_do_not_cancel_each_other(lab: Any, tmp_path: Path, tiny_matrix: dict[str, Any]) -> None:
