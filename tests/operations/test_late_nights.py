@@ -43,6 +43,8 @@ def test_only_the_newest_of_several_late_nights_runs(lab: Any, tmp_path: Path, t
         assert run["state"]["message"].startswith("outdated: this night was due at ")
         assert "takes its place" in run["state"]["message"]
     assert f"the one due at {due_last} UTC" in older[-1]["state"]["message"]
+    wanted = lab.retry(runs[0])
+    assert wanted["state"]["type"] == "COMPLETED", "who retries a night by hand wants it"
 
 
 def test_runs_that_people_start_do_not_cancel_each_other(lab: Any, tmp_path: Path, tiny_matrix: dict[str, Any]) -> None:
