@@ -110,6 +110,7 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
             prompt_sha256=prompts.sha256,
             references=references(cache_dir() / "references", reference_gb),
             monitor=monitor,
+            questions=prompts.questions() if cell.settings.answers is not None else (),
         )
     store.write(result)
     return Finished(result, reused=False)

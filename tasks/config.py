@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kivi.measure.settings import MeasureSettings, ScoreSettings
+from kivi.measure.settings import AnswerSettings, MeasureSettings, ScoreSettings
 from kivi.spec import BackendName, CacheSpec
 
 BUILT_IN = ("humaneval", "retrieval")  # prompt sets that need no network
@@ -55,6 +55,8 @@ class PromptSetConfig(Config):
     limit: int | None = Field(None, ge=1, description="rows to take, from the first")
     chat_template: bool = Field(False, description="wrap each text in the model's chat template")
     score: ScoreSettings | None = Field(None, description="what is scored on this set, where it differs from the night's")
+    answer: str | None = Field(None, description="column that holds the right answer, which each text ends with")
+    answers: AnswerSettings | None = Field(None, description="how its questions are asked; the built-in sets have answers")
 
     @model_validator(mode="before")
     @classmethod
@@ -71,6 +73,10 @@ class PromptSetConfig(Config):
             raise ValueError(f"{' and '.join(given)} are both given: a row's text comes from one of them")
         if not given and self.source not in BUILT_IN:
             raise ValueError(f"source={self.source!r} needs column, template or messages, to say what a row's text is")
+        if self.answers is not None and (self.messages or self.chat_template):
+            raise ValueError("answers are cut off texts: give a column or template, and chat: true within answers")
+        if self.answers is not None and self.answer is None and (given or not self.built_in):
+            raise ValueError("answers are to be scored: name the column that holds the right one, with answer")
         return self
 
     @property
@@ -99,6 +105,7 @@ class Thresholds(Config):
     kl_p99: float | None = Field(None, ge=0, description="largest 99th percentile of the KL, nats")
     flip_rate: float | None = Field(None, ge=0, le=1, description="largest share of positions whose top token changes")
     token_agreement: float | None = Field(None, ge=0, le=1, description="smallest share of generated tokens that agree")
+    accuracy: float | None = Field(None, ge=0, le=1, description="smallest share of right answers")
     compression: float | None = Field(None, ge=0, description="smallest compression, full precision over resident bytes")
     prefill_ratio: float | None = Field(None, ge=0, description="smallest prefill speed over the full cache's")
     decode_ratio: float | None = Field(None, ge=0, description="smallest decode speed over the full cache's")
@@ -202,6 +209,8 @@ class NightlyConfig(Config):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
+        if self.measure.answers is not None:
+            raise ValueError("measure.answers: questions belong to a prompt set: give answers there")
         names = [prompts.name for prompts in self.prompt_sets]
         for name in names:
             if names.count(name) > 1:
@@ -210,7 +219,8 @@ class NightlyConfig(Config):
 
     def settings_for(self, prompts: PromptSetConfig) -> MeasureSettings:
         """Return how much is measured on a prompt set."""
-        return self.measure if prompts.score is None else self.measure.model_copy(update={"score": prompts.score})
+        own = {"score": prompts.score, "answers": prompts.answers}
+        return self.measure.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     def thresholds_for(self, slug: str) -> Thresholds:
         """Return the limits of a spec: the defaults that match its slug, then this configuration's, field by field."""

@@ -19,6 +19,7 @@ METRICS = {
     "kl_p99": "quality.kl_p99",
     "flip_rate": "quality.flip_rate",
     "token_agreement": "generation.token_agreement",
+    "accuracy": "answers.accuracy",
     "compression": "memory.compression",
     "prefill_ratio": "throughput.prefill_ratio",
     "decode_ratio": "throughput.decode_ratio",

@@ -185,10 +185,11 @@ def cell_key(model: ModelIdentity, prompts: PromptSet, spec: CacheSpec, settings
     go through), the spec with its backend, what is measured, the versions of packages and code, device and BLAS, and the
     night. Not the clock, and not the deadline, which decides only whether there is a result.
     """
+    chats = prompts.chats or (settings.answers is not None and settings.answers.chat)
     return content_hash(
         {
             "model": [model.config.name, model.revision, model.digest, model.dtype],
-            "prompts": [prompts.name, prompts.sha256, model.chat_template if prompts.chats else ""],
+            "prompts": [prompts.name, prompts.sha256, model.chat_template if chats else ""],
             "spec": spec.model_dump(mode="json"),
             "measure": settings.model_dump(mode="json", exclude={"deadline_s"}),
             **circumstances().model_dump(mode="json"),

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from kivi.measure import MeasureError
+from kivi.measure.answers import Question
 from tasks.config import Config, PromptSetConfig
 from tasks.sources import PromptSetError, open_source
 
@@ -18,6 +20,7 @@ __all__ = ["PromptSet", "PromptSetError", "load_prompt_set"]
 # What makes a text of a row of the built-in sets, and the columns that scorers need beside it.
 TEMPLATES = {"humaneval": "{prompt}{canonical_solution}", "retrieval": "{context}\n\nQuestion: {question}\nAnswer: {answer}"}
 KEPT = {"humaneval": ("task_id",), "retrieval": ("id", "question", "answer", "depth", "tokens")}
+ANSWERS = {"humaneval": "canonical_solution", "retrieval": "answer"}
 
 
 class PromptSet(Config):
@@ -45,6 +48,10 @@ class PromptSet(Config):
             PromptSetError: the set holds chats, and there is no chat template.
         """
         return [str(row["text"]) if "text" in row else self._chat(row, tokenizer) for row in self.rows]
+
+    def questions(self) -> list[Question]:
+        """Return each row as a question with its right answer, in order."""
+        return [Question(str(row["text"]), str(row["answer"]), _depth(row)) for row in self.rows]
 
     @property
     def chats(self) -> bool:
@@ -107,7 +114,8 @@ def _fields(template: str) -> list[str]:
 
 def _check_columns(config: PromptSetConfig, columns: list[str]) -> None:
     template = _template(config)
-    wanted = [name for name in (config.column, config.messages) if name] + (_fields(template) if template else [])
+    named = (config.column, config.messages, config.answer)
+    wanted = [name for name in named if name] + (_fields(template) if template else [])
     if template and not wanted:
         raise PromptSetError(f"prompt set {config.name!r}: template={template!r} names no column, e.g. {{{columns[0]}}}")
     for name in wanted:
@@ -124,6 +132,8 @@ def _canonical(config: PromptSetConfig, index: int, row: dict[str, Any]) -> dict
             return {**canonical, "messages": messages}
         return {**canonical, "text": "\n\n".join(message["content"] for message in messages)}
     text = _text(config, index, row)
+    if config.answers is not None:
+        canonical["answer"] = _answer(config, index, row, text)
     if config.chat_template:
         return {**canonical, "messages": [{"role": "user", "content": text}]}
     return {**canonical, "text": text}
@@ -145,6 +155,20 @@ def _text(config: PromptSetConfig, index: int, row: dict[str, Any]) -> str:
                 raise PromptSetError(f"prompt set {config.name!r}: row {index}: {name!r} holds {value!r:.60}, not text")
             parts.append(str(value))
     return "".join(parts)
+
+
+def _answer(config: PromptSetConfig, index: int, row: dict[str, Any], text: str) -> str:
+    answer = str(row[config.answer or ANSWERS[config.source]])
+    try:
+        Question(text, answer)
+    except MeasureError as error:
+        raise PromptSetError(f"prompt set {config.name!r}: row {index}: {error}") from None
+    return answer
+
+
+def _depth(row: dict[str, JsonValue]) -> float | None:
+    depth = row.get("depth")
+    return float(depth) if isinstance(depth, int | float) else None
 
 
 def _messages(config: PromptSetConfig, index: int, value: Any) -> Any:

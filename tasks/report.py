@@ -25,7 +25,7 @@ from tasks.escape import markdown, visible
 from tasks.figures import depth_figure, panel_title, pareto_figure, step_figure
 from tasks.gate import Verdict
 from tasks.night import Night
-from tasks.table import HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
+from tasks.table import ANSWERS_LEGEND, HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
 
 SAMPLES = 2  # continuations shown a cell
 LONGEST_SAMPLE = 600  # characters
@@ -71,6 +71,7 @@ def build_report(
         cell_ids: The cells' runs, for the compare link.
     """
     figures, lines = _figures(night.results), rows(night, verdict)
+    shown = columns(lines)
     linked = {}
     if experiment_id:
         linked = {
@@ -81,9 +82,9 @@ def build_report(
         "night": night,
         "verdict": verdict,
         "headings": HEADINGS._asdict(),
-        "columns": columns(lines),
+        "columns": shown,
         "rows": [line._asdict() for line in lines],
-        "legend": LEGEND,
+        "legend": LEGEND + (ANSWERS_LEGEND if "answers" in shown else ""),
         "tiers": tier_bounds(night, verdict),
         "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
         "links": linked,

@@ -24,6 +24,7 @@ class Row(NamedTuple):
     kl: str
     tier: str
     flips: str
+    answers: str
     decode: str
     on: str
 
@@ -36,6 +37,7 @@ HEADINGS = Row(
     kl="KL, nats (95 %)",
     tier="tier",
     flips="flips",
+    answers="answers",
     decode="decode",
     on="model and prompts",
 )
@@ -44,6 +46,7 @@ LEGEND = (
     "KL: mean divergence from the full-precision cache, teacher-forced on the same tokens. flips: positions whose top token "
     "changes. decode: tokens a second over the full cache's, same rounds."
 )
+ANSWERS_LEGEND = " answers: how right they are, with this cache and with the full one, on the same questions."
 
 
 def rows(night: Night, verdict: Verdict) -> list[Row]:
@@ -52,9 +55,11 @@ def rows(night: Night, verdict: Verdict) -> list[Row]:
 
 
 def columns(lines: Sequence[Row]) -> list[str]:
-    """Return the columns that tell something: all, but for the model and prompts when all cells share them."""
-    shared = len({line.on for line in lines}) <= 1
-    return [name for name in Row._fields if not (shared and name == "on")]
+    """Return the columns that tell something: all but the model and prompts when all cells share them, and unasked answers."""
+    silent = {"on"} if len({line.on for line in lines}) <= 1 else set()
+    if {line.answers for line in lines} <= {NOTHING}:
+        silent.add("answers")
+    return [name for name in Row._fields if name not in silent]
 
 
 def tier_bounds(night: Night, verdict: Verdict) -> str:
@@ -93,7 +98,8 @@ def _row(outcome: Outcome, verdict: Verdict) -> Row:
     cell, result = outcome.cell, outcome.result
     where = visible(f"{cell.model.name} × {cell.prompt_set}")
     if result is None:
-        return Row(cell.spec.slug, "failed", NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, where)
+        nothing = dict.fromkeys(Row._fields, NOTHING)
+        return Row(**{**nothing, "cache": cell.spec.slug, "verdict": "failed", "on": where})
     speed = f"{result.throughput.decode_ratio:.2f}×" if result.throughput else NOTHING
     return Row(
         cache=result.spec.slug,
@@ -103,6 +109,7 @@ def _row(outcome: Outcome, verdict: Verdict) -> Row:
         kl=_show_kl(result),
         tier=verdict.standings[cell.key].tier,
         flips=f"{result.quality.flip_rate:.1%}",
+        answers=f"{answers.accuracy:.0%}, full {answers.accuracy_full:.0%}" if (answers := result.answers) else NOTHING,
         decode=speed,
         verdict=verdict.of(cell.key),
     )

@@ -31,6 +31,7 @@ ROLLED_UP = (
     "quality.kl_mean",
     "quality.flip_rate",
     "generation.token_agreement",
+    "answers.accuracy",
     "memory.compression",
     "memory.bytes_per_token",
     "throughput.prefill_ratio",

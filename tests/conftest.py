@@ -13,6 +13,9 @@ import pytest
 from kivi.accounting import CacheBytes
 from kivi.measure.results import (
     Accounting,
+    Answer,
+    AnswerBucket,
+    Answers,
     Audit,
     CellResult,
     ContextThroughput,
@@ -42,6 +45,25 @@ def timing(value: float) -> Timing:
     return Timing(median=value, minimum=value * 0.9, maximum=value * 1.1, rounds=[value * 0.9, value, value * 1.1])
 
 
+def build_answers(accuracy: float, text: str) -> Answers:
+    """Return two answered questions, one of each length."""
+    answer = Answer(prompt_tail="Answer:", expected="2069", text=text, text_full="2069", score=1, score_full=1, tokens=500)
+    return Answers(
+        accuracy=accuracy,
+        accuracy_full=0.75,
+        questions=2,
+        difference_interval=Interval(low=-0.5, high=0.25, method="bootstrap over questions"),
+        scorer="planted_fact",
+        tokens=8,
+        prompts_sha256="cd" * 32,
+        by_depth_and_length=[
+            AnswerBucket(length=length, depth=0.25, questions=1, accuracy=accuracy, accuracy_full=0.75)
+            for length in (512, 1024)
+        ],
+        answers=[answer],
+    )
+
+
 def build_result(
     spec: str = "kivi-roundtrip:bits=4,backend=mlx",
     *,
@@ -53,6 +75,7 @@ def build_result(
     text: str = "def f(x):\n    return x",
     key: str = "",
     git_sha: str = "0123abc",
+    accuracy: float | None = None,
 ) -> CellResult:
     """Return a result that no machine measured, whole and consistent, with a curve of ten steps."""
     cache = CacheSpec.parse(spec)
@@ -107,6 +130,7 @@ def build_result(
             continuations=[Continuation(prompt_tail="x = ", reference="1\n", text=text, agreement=0.9, first_divergence=None)],
         ),
         throughput=speed if throughput else None,
+        answers=None if accuracy is None else build_answers(accuracy, text),
         memory=Memory(
             resident_bytes=1_000_000 if full else 300_000,
             accounted_bytes=1_000_000 if full else 300_000,

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from kivi import BLAS, backends, machine
 from kivi.measure import MeasureError, generation, quality
+from kivi.measure.answers import Question, measure_answers
 from kivi.measure.arms import FULL, Arm
 from kivi.measure.audit import audit_cell
 from kivi.measure.memory import accounting, key_share, memory, settled_memory
@@ -34,6 +35,7 @@ def measure_cell(
     prompt_sha256: str,
     references: ReferenceStore,
     monitor: Monitor,
+    questions: Sequence[Question] = (),
 ) -> CellResult:
     """Measure quality, generation, memory and books of one spec; throughput is measured apart, all caches interleaved.
 
@@ -47,6 +49,7 @@ def measure_cell(
         prompt_sha256: Digest of its rows.
         references: Where the full cache's logits are kept from cell to cell.
         monitor: Progress and deadline.
+        questions: What is asked where ``settings.answers`` says so.
 
     Raises:
         MeasureError: the texts are too short, nothing would be tested, or something is not finite.
@@ -76,6 +79,12 @@ def measure_cell(
         decoded = generation.decode(arm, prompts, trajectory, monitor)
         growth = settled_memory() - before
         arm.check_finite()
+    answers = None
+    if settings.answers is not None:
+        with clock.part("answers"):
+            answers = measure_answers(
+                model, questions, spec, settings.answers, references=references, monitor=monitor, seed=settings.seed
+            )
     with clock.part("audit"):
         share, itemsize = _full_token(model)
         audit = audit_cell(arm, scores, growth)
@@ -92,6 +101,7 @@ def measure_cell(
         ),
         accounting=accounting(arm.caches, key_share=share, itemsize=itemsize),
         audit=audit,
+        answers=answers,
         provenance=_provenance(model, spec, settings, arm, clock, figures, prompt_set, prompt_sha256),
     )
 

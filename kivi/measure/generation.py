@@ -72,7 +72,7 @@ def decode(arm: Arm, prompts: Sequence[Sequence[int]], reference: Trajectory, mo
     for step in range(steps):
         monitor.step("generate", step, steps)
         expected = mx.array(reference.logits[step])
-        _require_finite(free, arm, step)
+        require_finite(free, arm, step)
         result.cosine.append(_cosine(expected, forced))
         result.cosine_free.append(_cosine(expected, free))
         result.kl.append(float(mx.mean(divergence(expected, forced))))
@@ -131,7 +131,12 @@ def repetition_rate(tokens: np.ndarray[Any, Any]) -> float:
     return repeated / total if total else 0.0
 
 
-def _require_finite(logits: mx.array, arm: Arm, step: int) -> None:
+def require_finite(logits: mx.array, arm: Arm, step: int) -> None:
+    """Raise when ``logits`` hold NaN or infinity.
+
+    Raises:
+        MeasureError: they do; it names the cache and the decode step.
+    """
     if not all_finite([logits]):
         raise MeasureError(
             f"{arm.spec.slug}: NaN or infinity in the logits of decode step {step}; look at the model's weights and dtype"

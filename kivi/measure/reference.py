@@ -102,6 +102,34 @@ class ReferenceStore:
                 draft.finished = True
         return Trajectory(np.array(result["tokens"], dtype=np.int64), np.array(result["logits"]))
 
+    def continuations(
+        self,
+        model: LoadedModel,
+        prompts: Sequence[Sequence[int]],
+        rules: Sequence[int | str],
+        proceed: Callable[[], list[list[int]]],
+    ) -> list[list[int]]:
+        """Return the full cache's continuation of each prompt, found or made by ``proceed``.
+
+        Args:
+            model: The model.
+            prompts: Prompts of equal length.
+            rules: What decides where a continuation ends.
+            proceed: Makes them; each has at least one token.
+        """
+        entry = self._entry(f"continuations-{json.dumps(list(rules))}", model, np.asarray(prompts))
+        if entry.is_dir():
+            self._touch(entry)
+            stored = _load(entry / "continuations.safetensors")
+            return [stored[f"{row:06d}"].tolist() for row in range(len(prompts))]  # type: ignore[misc]
+        rows = proceed()
+        if self._make_room(sum(FLOAT32 * len(row) for row in rows)):
+            with _Draft(entry) as draft:
+                arrays = {f"{row:06d}": mx.array(tokens, dtype=mx.int32) for row, tokens in enumerate(rows)}
+                mx.save_safetensors(str(draft.folder / "continuations.safetensors"), arrays)
+                draft.finished = True
+        return rows
+
     def _entry(self, what: str, model: LoadedModel, tokens: np.ndarray[Any, Any]) -> Path:
         identity = {
             "layout": LAYOUT,

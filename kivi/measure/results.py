@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from kivi.accounting import CacheBytes
+from kivi.measure.scorers import ScorerName
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
 
@@ -157,6 +158,45 @@ class Throughput(Record):
     contexts: list[ContextThroughput] = []
 
 
+class Answer(Record):
+    """One question, what each cache went on with up to where the scorer cuts, and how right that is."""
+
+    prompt_tail: str
+    expected: str
+    text: str
+    text_full: str
+    score: float
+    score_full: float
+    tokens: int = Field(description="of the prompt, examples included")
+    depth: float | None = Field(None, description="where in the text the fact stands, as a share")
+
+
+class AnswerBucket(Record):
+    """The questions of one depth whose prompt has at most ``length`` tokens and more than half of that."""
+
+    length: int
+    depth: float | None
+    questions: int
+    accuracy: float
+    accuracy_full: float
+
+
+class Answers(Record):
+    """Questions with right answers, and all that decides how they were asked."""
+
+    accuracy: float = metric("mean score of the answers with this cache", "1", higher_is_better=True)
+    accuracy_full: float = metric("mean score with the full cache, same questions", "1", higher_is_better=True)
+    questions: int = metric("questions asked", "1", higher_is_better=None)
+    difference_interval: Interval | None = Field(None, description="of accuracy - accuracy_full, over the same questions")
+    scorer: ScorerName
+    tokens: int = Field(description="most tokens of an answer")
+    examples: list[str] = Field([], description="few-shot examples before each question, as they were given")
+    chat_template: str | None = Field(None, description="the template, where questions went through one")
+    prompts_sha256: str = Field(description="digest of all prompts as tokens, in order")
+    by_depth_and_length: list[AnswerBucket] = []
+    answers: list[Answer] = []
+
+
 class Memory(Record):
     """Bytes of the cache after the generation context and steps, and peaks of the process."""
 
@@ -242,6 +282,7 @@ class CellResult(Record):
     quality: Quality
     generation: Generation
     throughput: Throughput | None = Field(None, description="None until the interleaved timing of all caches has run")
+    answers: Answers | None = Field(None, description="None where no questions are asked")
     memory: Memory
     accounting: Accounting
     audit: Audit
@@ -264,6 +305,7 @@ class MetricField(NamedTuple):
 FAMILIES: dict[str, type[Record]] = {
     "quality": Quality,
     "generation": Generation,
+    "answers": Answers,
     "throughput": Throughput,
     "memory": Memory,
     "accounting": Accounting,

@@ -19,11 +19,11 @@ class TokenStream:
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
-        separator = _encode(tokenizer, SEPARATOR)
-        self._start = _start_tokens(tokenizer)
+        separator = encode(tokenizer, SEPARATOR)
+        self._start = start_tokens(tokenizer)
         self._tokens: list[int] = []
         for text in texts:
-            self._tokens += _encode(tokenizer, text) + separator
+            self._tokens += encode(tokenizer, text) + separator
         self._texts = len(texts)
 
     def __len__(self) -> int:
@@ -62,12 +62,13 @@ class TokenStream:
         return [self._start + self._tokens[start : start + taken] for start in starts]
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of ``text`` alone, nothing before or after."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _start_tokens(tokenizer: Any) -> list[int]:
+def start_tokens(tokenizer: Any) -> list[int]:
     """Return what the tokenizer puts before a text: a beginning-of-sequence token, or nothing."""
     first = getattr(tokenizer, "bos_token_id", None)
-    plain, special = _encode(tokenizer, "a"), list(tokenizer.encode("a"))
+    plain, special = encode(tokenizer, "a"), list(tokenizer.encode("a"))
     return [first] if first is not None and special[:1] == [first] and plain[:1] != [first] else []

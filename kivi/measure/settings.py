@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kivi.measure.scorers import ScorerName
+
 
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,6 +27,16 @@ class GenerationSettings(Settings):
     steps: int = Field(24, ge=1, le=4096, description="tokens generated for each")
 
 
+class AnswerSettings(Settings):
+    """Questions with right answers, continued greedily with both caches."""
+
+    scorer: ScorerName = Field(description="planted_fact, exact_answer or text_agreement: what makes an answer right")
+    questions: int = Field(20, ge=1, le=100_000, description="questions asked, from the first after the examples")
+    tokens: int = Field(32, ge=1, le=4096, description="most tokens of an answer")
+    shots: int = Field(0, ge=0, le=64, description="rows, from the first, that are shown as examples before each question")
+    chat: bool = Field(False, description="ask through the model's chat template")
+
+
 class ThroughputSettings(Settings):
     """Interleaved timing of all caches of one model."""
 
@@ -39,5 +51,6 @@ class MeasureSettings(Settings):
     score: ScoreSettings = ScoreSettings()
     generation: GenerationSettings = GenerationSettings()
     throughput: ThroughputSettings = ThroughputSettings()
+    answers: AnswerSettings | None = Field(None, description="questions with right answers; none are asked by default")
     seed: int = Field(0, ge=0, description="seed of every resampling")
     deadline_s: float = Field(3600, gt=0, description="seconds after which a cell is stopped and fails")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from prefect.futures import wait
 
-from kivi.measure.results import CellResult
+from kivi.measure.results import CellResult, metric_values
 from tasks.cells import CellError, loaded_model, run_cell, run_throughput, watch
 from tasks.config import ModelConfig, NightlyConfig
 from tasks.plan import Cell, identify, plan
-from tasks.prompts import PromptSet
+from tasks.prompts import PromptSet, load_prompt_set
 from tasks.store import ResultStore, ThroughputResult
 
 MEASURE = {
@@ -55,6 +56,28 @@ def test_a_cell_is_measured_once_and_then_found(tiny_models: Any, story: PromptS
     anew = run_cell.fn(cell, story, store, refresh=True)
     assert not anew.reused and anew.result.provenance.started > first.result.provenance.started
     assert anew.result.quality.kl_mean == first.result.quality.kl_mean
+
+
+def test_a_cell_asks_the_questions_of_its_prompt_set(tiny_models: Any, tmp_path: Path, store: ResultStore) -> None:
+    path = tmp_path / "facts.jsonl"
+    lines = [{"text": f"Sentence {n} says that {n * n} is a square. " * 2 + f"And {n} is", "n": str(n)} for n in range(50)]
+    path.write_text("".join(json.dumps({**line, "text": f"{line['text']} {line['n']}"}) + "\n" for line in lines))
+    asked = {"source": str(path), "column": "text", "answer": "n"}
+    answers = {"scorer": "planted_fact", "questions": 3, "tokens": 4}
+    cells = {}
+    for name, fields in (("silent", asked), ("asked", {**asked, "answers": answers})):
+        config = NightlyConfig.model_validate({"specs": SPECS, "prompt_sets": [fields], "measure": MEASURE})
+        prompts = load_prompt_set(config.prompt_sets[0])
+        model = tiny_models(0)
+        cell = plan(config, [prompts], [identify(model, loaded_model(model))]).cells[1]
+        cells[name] = (cell, run_cell.fn(cell, prompts, store).result)
+    assert cells["silent"][0].key != cells["asked"][0].key
+    assert cells["silent"][1].answers is None and "answers" not in cells["silent"][1].provenance.seconds
+    result = cells["asked"][1]
+    assert result.answers is not None and result.provenance.seconds["answers"] > 0
+    assert [one.expected for one in result.answers.answers] == ["0", "1", "2"]
+    assert dict(metric_values(result))["answers.accuracy_full"] == result.answers.accuracy_full
+    assert store.read(result.cell_key, CellResult) == result
 
 
 def test_a_truncated_result_is_measured_again(tiny_models: Any, story: PromptSet, store: ResultStore, caplog: Any) -> None:

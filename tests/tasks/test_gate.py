@@ -74,6 +74,15 @@ def test_a_limit_on_what_was_not_measured_is_never_a_pass(make_result, make_nigh
     assert "throughput.decode_ratio was not measured, and has a limit of 0.5" in verdict.reasons[0]
 
 
+def test_wrong_answers_fail_where_a_limit_says_so(make_result, make_night):
+    config = NightlyConfig(specs=("full",), thresholds={"kivi*": Thresholds(accuracy=0.9)})
+    assert judge(make_night(make_result(accuracy=0.95)), config).passed
+    (wrong,) = judge(make_night(make_result(accuracy=0.5)), config).reasons
+    assert wrong.endswith("answers.accuracy is 0.5, below the limit of 0.9")
+    (missing,) = judge(make_night(make_result()), config).reasons
+    assert missing.endswith("answers.accuracy was not measured, and has a limit of 0.9")
+
+
 def test_the_verdict_of_a_cell_is_its_own(make_result, make_night, config):
     good, bad = make_result(), make_result("kivi-roundtrip:bits=8,backend=mlx", kl_mean=0.3)
     verdict = judge(make_night(good, bad), config)

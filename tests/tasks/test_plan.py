@@ -106,6 +106,9 @@ def test_a_chat_template_matters_to_chats_alone() -> None:
     chats = prompts(rows=({"messages": [{"role": "user", "content": "hi"}]},))
     assert key(prompts=chats) != key(prompts=chats, model=identity(chat_template="{{ x }}"))
     assert key() == key(model=identity(chat_template="{{ x }}"))
+    asked = [{"answers": {"scorer": "planted_fact", "chat": chat}} for chat in (False, True)]
+    templates = [identity(), identity(chat_template="{{ x }}")]
+    assert [len({key(model=model, settings=settings) for model in templates}) for settings in asked] == [1, 2]
 
 
 def test_another_package_version_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +138,7 @@ def test_specs_are_read_from_strings_and_mappings_and_survive_json() -> None:
         ({"specs": []}, "at least 1 item"),
         ({"specs": ["full"], "prompt_sets": ["humaneval", "humaneval"]}, "two prompt sets are called 'humaneval'"),
         ({"specs": ["full"], "colour": 1}, "Extra inputs"),
+        ({"specs": ["full"], "measure": {"answers": {"scorer": "planted_fact"}}}, "questions belong to a prompt set"),
     ],
 )
 def test_a_configuration_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -235,3 +235,53 @@ def test_a_failing_load_leaves_the_logging_of_datasets_as_it_was(tmp_path: Path)
     refusal(tmp_path / "missing.jsonl")
     assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == before
     assert tasks.sources.COMMIT.fullmatch("a" * 40)
+
+
+SUMS = [{"question": f"{n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(4)]
+GSM8K = {"template": "Question: {question}\nAnswer: {answer}", "answer": "answer", "answers": {"scorer": "exact_answer"}}
+
+
+def test_questions_are_texts_whose_end_is_the_answer(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "sums.jsonl", SUMS)
+    asked = load(path, **GSM8K)
+    assert [question.prompt for question in asked.questions()] == [f"Question: {n} + {n}?\nAnswer:" for n in range(4)]
+    assert asked.questions()[1].answer == "It is 2.\n#### 2"
+    assert asked.questions()[1].depth is None
+    plain = load(path, template=GSM8K["template"])
+    assert asked.texts() == plain.texts() and asked.sha256 != plain.sha256  # the answers are rows' content
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "prompt", "answer"),
+    [("humaneval", "text_agreement", '"""\n', "    for idx"), ("retrieval", "planted_fact", "\nAnswer:", "2069")],
+)
+def test_the_built_in_sets_have_answers(name: str, scorer: str, prompt: str, answer: str) -> None:
+    first = load_prompt_set(
+        PromptSetConfig.model_validate({"source": name, "limit": 3, "answers": {"scorer": scorer}})
+    ).questions()[0]
+    assert first.prompt.endswith(prompt)
+    assert first.answer.startswith(answer)
+    assert first.depth == (0.0 if name == "retrieval" else None)
+
+
+def test_an_answer_that_is_not_the_end_of_its_text_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "sums.jsonl", SUMS)
+    message = refusal(path, **{**GSM8K, "template": "{answer} is what {question} gives"})
+    assert "prompt set 'sums': row 0: the answer 'It is 0." in message and "is not the end of its text" in message
+    assert "no column 'reply'" in refusal(path, **{**GSM8K, "answer": "reply"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": "a.jsonl", "column": "text"}, "name the column that holds the right one"),
+        ({"source": "retrieval", "template": "{context}"}, "name the column that holds the right one"),
+        ({"source": "a.jsonl", "messages": "chat", "answer": "a"}, "answers are cut off texts"),
+        ({"source": "retrieval", "chat_template": True}, "answers are cut off texts"),
+        ({"source": "retrieval", "answers": {"scorer": "vibes"}}, "planted_fact"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_questions_that_cannot_be_asked_are_refused_at_once(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PromptSetConfig.model_validate({"answers": {"scorer": "planted_fact"}, **fields})

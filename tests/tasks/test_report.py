@@ -65,6 +65,7 @@ def test_the_row_of_a_cell_reads_as_measured(make_result, make_night):
         "0.0027 [0.0024, 0.003]",
         "marginal",
         "2.4%",
+        "–",
         "0.90×",
         "embedded × humaneval",
     )
@@ -99,6 +100,18 @@ def test_a_spec_may_have_tiers_of_its_own_and_the_report_says_which(make_result,
         assert "for kivi-roundtrip-k2v2-g32-r128-mlx: kl_mean 0.1 and 0.2; kl_p99 0.1 and 1; flip_rate 0.03 and 0.2" in text
 
 
+def test_answers_are_shown_where_questions_were_asked(make_result, make_night):
+    asked = make_night(make_result("full"), make_result(accuracy=0.5))
+    report, silent = make_report(asked), make_report(make_night(make_result()))
+    assert [row.answers for row in rows(asked, judge(asked, CONFIG))] == ["–", "50%, full 75%"]
+    for text in (Page(report.html).text, report.markdown.replace("\\", "")):
+        assert "answers: how right they are" in text
+        assert "Answers, by length and depth" in text
+    assert "50 %, full cache 75 %, of 2 questions" in Page(report.html).text
+    assert "up to 512 tokens, depth 0.25: 50 %, full 75 %; up to 1024" in report.markdown.replace("\\", "")
+    assert "answers" not in silent.markdown.lower() and "answers" not in Page(silent.html).text.lower()
+
+
 def test_what_was_skipped_covered_and_used_is_said(make_result, make_night):
     night = make_night(
         make_result(), skipped=(Skipped(what="kivi-k2v2-g32-r128-metal", why="backend metal: no GPU"),), seconds={"score": 61.0}
@@ -129,7 +142,7 @@ def test_links_go_to_the_runs(make_result, make_night):
 
 
 def test_what_models_and_data_sets_say_is_text(make_result, make_night):
-    result = make_result(text=HOSTILE, model=HOSTILE, prompt_set=HOSTILE)
+    result = make_result(text=HOSTILE, model=HOSTILE, prompt_set=HOSTILE, accuracy=1.0)
     report = make_report(make_night(result, HOSTILE, name=HOSTILE[:90]))
     page = Page(report.html)
     tags = {tag for tag, _ in page.tags}

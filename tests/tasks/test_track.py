@@ -213,6 +213,15 @@ def test_the_parent_carries_the_worst_of_each_cache(make_result, make_night):
     assert (values["cells.total"], values["cells.failed"], values["cells.passed"], values["verdict.passed"]) == (3, 1, 2, 0)
 
 
+def test_answers_are_metrics_of_the_cells_that_have_them_and_roll_up(store, make_result, make_night):
+    night = make_night(make_result("full"), make_result(accuracy=0.5), make_result(accuracy=0.25, prompt_set="retrieval"))
+    logged = {run.data.tags["kivi.cell_key"]: run.data.metrics for run in find_cells(store, log(store, night))}
+    silent, *asked = [logged[result.cell_key] for result in night.results]
+    assert not [name for name in silent if name.startswith("answers.")]
+    assert [(metrics["answers.accuracy"], metrics["answers.accuracy_full"]) for metrics in asked] == [(0.5, 0.75), (0.25, 0.75)]
+    assert dict(roll_ups(night, judge(night, CONFIG)))["answers.accuracy/kivi-roundtrip-k4v4-g32-r128-mlx"] == 0.25
+
+
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrackingError, match=r"file.*choose another --tracking-dir"), writer(tmp_path / "file"):

@@ -1,0 +1,12 @@
+"""A fact planted in a long text: right when it is said in the first line, as a whole word or number."""
+
+from __future__ import annotations
+
+import re
+
+STOPS = ("\n",)
+
+
+def score(answer: str, text: str) -> float:
+    """Return 1 when ``text`` has ``answer`` in it, else 0; letter case does not count, and 2069 is not in 20691."""
+    return float(re.search(rf"(?<!\w){re.escape(answer.strip())}(?!\w)", text, re.IGNORECASE) is not None)
