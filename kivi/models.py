@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import mlx.core as mx
 from filelock import FileLock
@@ -44,12 +44,21 @@ class ModelError(RuntimeError):
     """A model that cannot be loaded; the message is one sentence that names it and the remedy."""
 
 
+class Origin(NamedTuple):
+    """What :func:`load_model` was given, so that another process can load the same."""
+
+    name: str
+    revision: str | None
+    dtype: str
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in memory, and what it is.
 
     ``dtype`` is the dtype that activations and caches have, after ``4bit-`` or the like when weights are quantised;
-    ``weights_digest`` is the SHA-256 over the safetensors files, whatever ``dtype`` they were turned into.
+    ``weights_digest`` is the SHA-256 over the safetensors files, whatever ``dtype`` they were turned into; ``origin`` is None
+    for a model that was made in memory.
     """
 
     model: Module
@@ -59,6 +68,7 @@ class LoadedModel:
     weights_digest: str
     dtype: str
     config: dict[str, Any]
+    origin: Origin | None = None
 
 
 def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str = "auto") -> LoadedModel:
@@ -75,6 +85,7 @@ def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str 
     """
     if dtype not in get_args(Dtype):
         raise ModelError(f"dtype={dtype!r}: expected one of {', '.join(get_args(Dtype))}")
+    origin = Origin(name, revision, dtype)
     check_model(name, revision)
     folder = _provide(name, revision)
     _check_folder(folder, name)
@@ -96,6 +107,7 @@ def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str 
         weights_digest=weights_digest(folder),
         dtype=_describe_dtype(model),
         config=config,
+        origin=origin,
     )
 
 

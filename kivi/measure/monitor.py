@@ -35,6 +35,14 @@ class Monitor:
         """
         if self._report is not None:
             self._report(stage, done, total)
+        self.check(f"{stage}: stopped at {done} of {total}")
+
+    def check(self, what: str) -> None:
+        """Look at the deadline alone; ``what`` begins the sentence.
+
+        Raises:
+            DeadlineError: it has passed.
+        """
         elapsed = time.monotonic() - self._started
         if self._limit is not None and elapsed > self._limit:
-            raise DeadlineError(f"{stage}: stopped at {done} of {total} after {elapsed:.1f} s, deadline {self._limit:g} s")
+            raise DeadlineError(f"{what} after {elapsed:.1f} s, deadline {self._limit:g} s")

@@ -155,6 +155,10 @@ class Throughput(Record):
     prefill_ratio: float = metric("prefill speed over the full cache's, same round", "1", higher_is_better=True)
     decode_ratio: float = metric("decode speed over the full cache's, same round", "1", higher_is_better=True)
     baseline_spread: float = metric("(max - min) / median of the full cache's own decode", "1", higher_is_better=None)
+    peak_bytes: int | None = optional_metric("MLX's peak in a process of this cache alone", "bytes", higher_is_better=False)
+    process_peak_bytes: int | None = optional_metric(
+        "largest resident set of a process of this cache alone, model and loading included", "bytes", higher_is_better=None
+    )
     contexts: list[ContextThroughput] = []
 
 

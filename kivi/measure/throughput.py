@@ -8,37 +8,38 @@ The clock of the prefill starts when prompt, weights and caches are evaluated an
 nothing that the caches hold is left to evaluate: deferred work counts where it arose. Decoding is fed greedily, one token
 ahead as mlx-lm does, and its clock stops likewise. Whether a group leaves the window during the timed steps depends on
 context and steps; with at least ``group_size`` steps it happens once in each.
+
+With ``isolate`` each cache of each round has a process of its own (:mod:`kivi.measure.isolated`), in the same turns.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import mlx.core as mx
-
 from kivi.measure import MeasureError
-from kivi.measure.arms import FULL, Arm, batch, settle
+from kivi.measure.arms import FULL
 from kivi.measure.intervals import ratio_interval
+from kivi.measure.isolated import AloneError, time_alone
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.results import ContextThroughput, Throughput, Timing
 from kivi.measure.sequences import TokenStream
 from kivi.measure.settings import ThroughputSettings
+from kivi.measure.timing import WARM_UP_STEPS, Timed, time_run
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
-WARM_UP_STEPS = 4  # enough for every kernel of a decode step; settling the prefill has run those of the quantiser
-
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds of one run: to the first token, and of the decode steps after it."""
+class _Turn:
+    """One cache's turn; running it gives what was timed, by the number of the context, and nothing for a warm-up."""
 
-    first_token: float
-    decode: float
+    spec: CacheSpec
+    stage: str
+    run: Callable[[], dict[int, Timed]]
 
 
 def measure_throughput(
@@ -69,68 +70,82 @@ def measure_throughput(
     """
     stream = TokenStream(model.tokenizer, texts)
     arms = {spec.slug: spec for spec in [FULL, *specs]}
+    prompts = [stream.windows(settings.rounds + 1, context) for context in settings.contexts]
+    if settings.isolate:
+        turns = list(_turns_alone(model, arms, prompts, settings, seed, monitor))
+    else:
+        turns = list(_turns_here(model, arms, prompts, settings, seed))
     failed: dict[str, str] = {}
-    timings: dict[str, list[list[Timed]]] = {slug: [] for slug in arms}
-    total = len(settings.contexts) * (settings.rounds + 1) * len(arms)
-    done = 0
-    for context in settings.contexts:
-        prompts = stream.windows(settings.rounds + 1, context)
-        for slug in arms:
-            timings[slug].append([])
-        for number, prompt in enumerate(prompts):
-            for slug, spec in _in_turn(arms, number, seed):
-                monitor.step("warm-up" if number == 0 else "throughput", done, total)
-                done += 1
-                if slug in failed:
-                    continue
-                try:
-                    timed = time_run(model, spec, prompt, WARM_UP_STEPS if number == 0 else settings.steps)
-                except DeadlineError:
-                    raise
-                except Exception as error:  # one cache's failure must not cost the others their figures
-                    if spec.kind == "full":
-                        raise MeasureError(f"the full cache cannot be timed: {error}") from error
-                    failed[slug] = f"{type(error).__name__}: {error}"
-                    continue
-                if number:
-                    timings[slug][-1].append(timed)
+    timings: dict[str, list[list[Timed]]] = {slug: [[] for _ in prompts] for slug in arms}
+    for done, turn in enumerate(turns):
+        slug = turn.spec.slug
+        monitor.step(turn.stage, done, len(turns))
+        if slug in failed:
+            continue
+        try:
+            timed = turn.run()
+        except DeadlineError:
+            raise
+        except Exception as error:  # one cache's failure must not cost the others their figures
+            if turn.spec.kind == "full":
+                raise MeasureError(f"the full cache cannot be timed: {error}") from error
+            failed[slug] = str(error) if isinstance(error, AloneError) else f"{type(error).__name__}: {error}"
+            continue
+        for index, one in timed.items():
+            timings[slug][index].append(one)
     return {slug: failed.get(slug) or _summarise(timings[slug], timings[FULL.slug], settings) for slug in arms}
 
 
-def time_run(model: LoadedModel, spec: CacheSpec, prompt: Sequence[int], steps: int) -> Timed:
-    """Time one prefill and ``steps`` greedy decode steps after it, with caches of their own.
-
-    The caches are made outside the clocks, and nothing is left in MLX's memory pool by the arm before.
-    """
-    mx.eval(model.model)
-    tokens = batch([prompt])
-    arm = Arm(model, spec)
-    mx.eval(tokens)
-    settle(arm.caches)
-    mx.synchronize()
-    mx.clear_cache()
-    return time_arm(arm, tokens, steps)
-
-
-def time_arm(arm: Arm, tokens: mx.array, steps: int) -> Timed:
-    """Time an arm whose caches are empty on a prompt ``[1, context]``; see the module for what each clock holds."""
-    start = time.perf_counter()
-    token = mx.argmax(arm.prefill(tokens), axis=-1)[:, None]
-    mx.eval(token)
-    mx.synchronize()
-    middle = time.perf_counter()
-    for _ in range(steps):
-        token = mx.argmax(arm.step(token), axis=-1)[:, None]
-        mx.async_eval(token)  # type: ignore[no-untyped-call]
-    mx.eval(token)
-    settle(arm.caches)
-    mx.synchronize()
-    return Timed(first_token=middle - start, decode=time.perf_counter() - middle)
+def _turns_here(
+    model: LoadedModel,
+    arms: dict[str, CacheSpec],
+    prompts: Sequence[Sequence[Sequence[int]]],
+    settings: ThroughputSettings,
+    seed: int,
+) -> Iterator[_Turn]:
+    """Yield the turns of one process: each context has its rounds, the first of which warms up."""
+    for index, windows in enumerate(prompts):
+        for number, prompt in enumerate(windows):
+            for spec in _in_turn(arms, number, seed):
+                if number == 0:
+                    yield _Turn(spec, "warm-up", partial(_warm_up, model, spec, prompt))
+                else:
+                    yield _Turn(spec, "throughput", partial(_time, index, model, spec, prompt, settings.steps))
 
 
-def _in_turn(arms: dict[str, CacheSpec], number: int, seed: int) -> list[tuple[str, CacheSpec]]:
+def _turns_alone(
+    model: LoadedModel,
+    arms: dict[str, CacheSpec],
+    prompts: Sequence[Sequence[Sequence[int]]],
+    settings: ThroughputSettings,
+    seed: int,
+    monitor: Monitor,
+) -> Iterator[_Turn]:
+    """Yield the turns of processes of their own: each round has one a cache, which warms up and times every context."""
+    for number in range(1, settings.rounds + 1):
+        for spec in _in_turn(arms, number, seed):
+            pairs = [(windows[0], windows[number]) for windows in prompts]
+            yield _Turn(spec, "throughput", partial(_time_alone, model, spec, pairs, settings.steps, monitor))
+
+
+def _warm_up(model: LoadedModel, spec: CacheSpec, prompt: Sequence[int]) -> dict[int, Timed]:
+    time_run(model, spec, prompt, WARM_UP_STEPS)
+    return {}
+
+
+def _time(index: int, model: LoadedModel, spec: CacheSpec, prompt: Sequence[int], steps: int) -> dict[int, Timed]:
+    return {index: time_run(model, spec, prompt, steps)}
+
+
+def _time_alone(
+    model: LoadedModel, spec: CacheSpec, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], steps: int, monitor: Monitor
+) -> dict[int, Timed]:
+    return dict(enumerate(time_alone(model, spec, pairs, steps, monitor)))
+
+
+def _in_turn(arms: dict[str, CacheSpec], number: int, seed: int) -> list[CacheSpec]:
     """Return the arms of a round, begun one arm further each round: the order is kept, nobody is always first."""
-    order = list(arms.items())
+    order = list(arms.values())
     first = (seed + number) % len(order)
     return order[first:] + order[:first]
 
@@ -149,9 +164,15 @@ def _summarise(
         decode_tps=longest.decode_tps.median,
         prefill_ratio=longest.prefill_ratio.median,
         decode_ratio=longest.decode_ratio.median,
+        peak_bytes=_largest(run.peak_bytes for runs in timed for run in runs),
+        process_peak_bytes=_largest(run.process_peak_bytes for runs in timed for run in runs),
         baseline_spread=(max(rates) - min(rates)) / statistics.median(rates),
         contexts=contexts,
     )
+
+
+def _largest(peaks: Iterable[int | None]) -> int | None:
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _summarise_context(context: int, runs: Sequence[Timed], baseline: Sequence[Timed], steps: int) -> ContextThroughput:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from kivi.backends import BackendError, available
+from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
 from tasks.config import ModelConfig, NightlyConfig
 from tasks.plan import ModelIdentity, cell_key, code_version, plan, resolve_specs
@@ -31,7 +32,7 @@ def key(**changes: Any) -> str:
     given = {"model": identity(), "prompts": prompts(), "spec": CacheSpec.parse(SPECS[1]), "night": "2026-11-29"}
     settings = changes.pop("settings", {})
     given |= changes
-    measure = NightlyConfig.model_validate({"specs": ["full"], "measure": settings}).measure
+    measure = MeasureSettings.model_validate(settings)
     return cell_key(given["model"], given["prompts"], given["spec"], measure, night=given["night"])
 
 

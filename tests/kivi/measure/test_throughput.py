@@ -10,7 +10,8 @@ from kivi.measure import MeasureError, throughput
 from kivi.measure.arms import FULL, Arm, batch
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.settings import ThroughputSettings
-from kivi.measure.throughput import measure_throughput, time_arm, time_run
+from kivi.measure.throughput import measure_throughput
+from kivi.measure.timing import time_arm, time_run
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
