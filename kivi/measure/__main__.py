@@ -21,6 +21,7 @@ from kivi.attention import AttentionError
 from kivi.backends import BackendError
 from kivi.cache import NonFiniteError
 from kivi.measure import MeasureError
+from kivi.measure.answers import Question
 from kivi.measure.cell import measure_cell
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.reference import ReferenceStore
@@ -44,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = CacheSpec.parse(options.spec)
         check_model(options.model, options.revision)
         model = load_model(options.model, revision=options.revision, dtype=options.dtype)
-        result = measure(model, texts, spec, settings, prompt_set=options.texts.stem)
+        questions = read_questions(options.texts) if settings.answers else []
+        result = measure(model, texts, spec, settings, prompt_set=options.texts.stem, questions=questions)
     except (*REFUSALS, *FAILURES) as error:
         print(f"kivi.measure: {error}", file=sys.stderr)  # noqa: T201  the command's answer
         return 2 if isinstance(error, REFUSALS) else 1
@@ -53,7 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    model: LoadedModel, texts: Sequence[str], spec: CacheSpec, settings: MeasureSettings, *, prompt_set: str
+    model: LoadedModel,
+    texts: Sequence[str],
+    spec: CacheSpec,
+    settings: MeasureSettings,
+    *,
+    prompt_set: str,
+    questions: Sequence[Question] = (),
 ) -> CellResult:
     """Measure the cell, then its throughput beside the full cache, with one deadline for both.
 
@@ -75,6 +83,7 @@ def measure(
             prompt_sha256=digest,
             references=ReferenceStore(Path(folder), REFERENCE_BYTES),
             monitor=monitor,
+            questions=questions,
         )
     figures = measure_throughput(model, texts, [spec], settings.throughput, monitor=monitor, seed=settings.seed)[spec.slug]
     if isinstance(figures, str):
@@ -103,6 +112,22 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
+def read_questions(path: Path) -> list[Question]:
+    """Return the questions of a file of JSON lines: each ``text`` ends with its ``answer``; ``depth`` may be there.
+
+    Raises:
+        MeasureError: a line is no such object, or its text does not end with its answer.
+    """
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            questions.append(Question(str(row["text"]), str(row["answer"]), row.get("depth")))
+        except (ValueError, KeyError, TypeError):
+            raise MeasureError(f"{str(path)!r}, line {number}: expected a JSON object with text and answer") from None
+    return questions
+
+
 def read_settings(path: Path | None) -> MeasureSettings:
     """Return the settings in a JSON file, or the standard nightly's.
 
@@ -127,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="commit of a Hugging Face id, 40 hex digits")
     parser.add_argument("--dtype", default="auto", help="auto, stored, float32, float16 or bfloat16")
     parser.add_argument("--spec", required=True, help="KIND[:key=value,...], e.g. kivi:bits=2,group=32")
-    parser.add_argument("--texts", required=True, type=Path, help="what the model reads: JSON lines with text, or a text file")
+    parser.add_argument(
+        "--texts", required=True, type=Path, help="what the model reads: JSON lines with text (and answer), or a text file"
+    )
     parser.add_argument("--settings", type=Path, help="how much is measured: MeasureSettings as JSON")
     parser.add_argument("--out", required=True, type=Path, help="file for the result")
     return parser

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kivi.measure import MeasureError, answers
+from kivi.measure.__main__ import read_questions
 from kivi.measure.answers import Question, continue_greedily, measure_answers, tokenize
 from kivi.measure.arms import FULL
 from kivi.measure.monitor import DeadlineError, Monitor
@@ -169,3 +171,12 @@ def test_nan_stops_the_questions(ask: Ask, tiny: Tiny) -> None:
 def test_the_deadline_stops_the_questions(tiny: Tiny, references: ReferenceStore) -> None:
     with pytest.raises(DeadlineError, match="answers of full: stopped at 0 of 4"):
         measure_answers(tiny(), QUESTIONS, FULL, SETTINGS, references=references, monitor=Monitor(deadline_s=0.0), seed=0)
+
+
+def test_questions_are_read_from_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"text": "1 + 1 is 2", "answer": "2"}\n{"text": "Blue. Which? Blue", "answer": "Blue", "depth": 0.5}\n')
+    assert read_questions(path) == [Question("1 + 1 is 2", "2"), Question("Blue. Which? Blue", "Blue", 0.5)]
+    path.write_text('{"text": "1 + 1 is 2"}\n')
+    with pytest.raises(MeasureError, match="line 1: expected a JSON object with text and answer"):
+        read_questions(path)
