@@ -35,9 +35,11 @@ def test_each_cache_of_each_round_has_a_process_of_its_own_that_times_every_cont
     on_disk: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
+    requests: list[Request] = []
 
     def spy(command: list[str], monitor: Monitor) -> tuple[int, str]:
         commands.append(command)
+        requests.append(Request.model_validate_json(Path(command[3]).read_text(encoding="utf-8")))
         return run(command, monitor)
 
     run = isolated._run
@@ -45,6 +47,11 @@ def test_each_cache_of_each_round_has_a_process_of_its_own_that_times_every_cont
     timed = measure_throughput(on_disk, texts, [PACKED], SETTINGS, monitor=Monitor(), seed=0)
     assert len(commands) == 2 * 2
     assert {command[0] for command in commands} == {sys.executable}
+    assert (
+        {request.spec.kind for request in requests[:2]} == {request.spec.kind for request in requests[2:]} == {"full", "kivi"}
+    )
+    warm_ups, timed_prompts = ({tuple(request.prompts[0][part]) for request in requests} for part in (0, 1))
+    assert (len(warm_ups), len(timed_prompts), len(warm_ups | timed_prompts)) == (1, 2, 3)
     for figures in timed.values():
         assert not isinstance(figures, str)
         assert [(one.context, len(one.decode_tps.rounds)) for one in figures.contexts] == [(48, 2), (64, 2)]
