@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Annotated, Any, Literal, Self
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ KIVI_BITS = (2, 4, 8)
 MLX_BITS = (2, 3, 4, 5, 6, 8)  # what mx.quantize takes
 GROUP_SIZES = (32, 64, 128)  # what MLX's quantised matmul takes
 MLX_QUANTIZED_FIELDS = ("key_bits", "value_bits", "group_size")
+NUMBER = re.compile(r"-?[0-9]{1,18}")
 SHORT_NAMES = {
     "bits": ("key_bits", "value_bits"),
     "group": ("group_size",),
@@ -56,7 +58,8 @@ def _check_group_size(group_size: Any) -> Any:
 
 Bits = Annotated[int, BeforeValidator(_check_bits, json_schema_input_type=int)]
 GroupSize = Annotated[int, BeforeValidator(_check_group_size, json_schema_input_type=int)]
-TokenCount = Annotated[int, Field(ge=0, strict=True)]
+MAX_TOKENS = 1 << 24  # in one cache: MLX counts an array's elements along an axis in 32 bits, and rows have many
+TokenCount = Annotated[int, Field(ge=0, le=MAX_TOKENS, strict=True)]
 
 
 class LayerSpec(BaseModel):
@@ -199,19 +202,25 @@ class CacheSpec(BaseModel):
     def parse(cls, text: str) -> CacheSpec:
         """Read ``KIND[:key=value,...]``, e.g. ``kivi:key_bits=4,value_bits=2,group=32,residual=128,backend=mlx``.
 
-        Short names: bits (both), group, residual, sinks, params. Settings by layer have no short form: use a config file.
+        Short names: bits (both), group, residual, sinks, params. ``bits=8,value_bits=2`` sets one of both anew; an option that
+        is given again, or that would undo one before it, is refused. Settings by layer have no short form: use a config file.
 
         Raises:
             SpecError: the text names no cache; one sentence says why.
         """
         kind, _, options = text.partition(":")
         fields: dict[str, Any] = {"kind": kind}
+        given = {"kind"}
         for option in filter(None, options.split(",")):
             name, equals, value = option.partition("=")
             if not equals:
                 raise SpecError(f"{option!r} in {text!r}: expected key=value")
-            for field in SHORT_NAMES.get(name.strip(), (name.strip(),)):
-                fields[field] = int(value) if value.strip().lstrip("-").isdigit() else value.strip()
+            name = name.strip()
+            names = SHORT_NAMES.get(name, (name,))
+            if not given.isdisjoint({name, *names}):
+                raise SpecError(f"{option!r} in {text!r}: this was given before; give each option once")
+            given |= {name} if len(names) > 1 else {name, *names}
+            fields |= dict.fromkeys(names, _read_value(value.strip()))
         return cls.checked(fields)
 
     @classmethod
@@ -225,6 +234,10 @@ class CacheSpec(BaseModel):
             return cls(**fields)
         except ValidationError as error:
             raise SpecError(_first_sentence(error)) from None
+
+
+def _read_value(text: str) -> int | str:
+    return int(text) if NUMBER.fullmatch(text) else text
 
 
 def _first_sentence(error: ValidationError) -> str:
