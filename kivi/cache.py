@@ -18,6 +18,7 @@ the call's other tokens are exact for it. After the call the state is that of it
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any, Self
@@ -103,8 +104,10 @@ class KIVICache:
 
         Raises:
             AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            ValueError: keys and values do not go together, or not with what is here; the cache is as it was.
         """
         require_dispatch(sys._getframe(1).f_globals)
+        self._window.require_fitting(keys, values)
         self._settle()
         first = self._frontier_of(self.offset + 1)
         if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised
@@ -174,7 +177,7 @@ class KIVICache:
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` tokens, at most all, and return how many were forgotten."""
         self._settle()
-        n = max(0, min(self.offset, n))
+        n = max(0, min(self.offset, operator.index(n)))
         kept = self.offset - n
         if kept < self.frontier:
             self._reopen(kept)
@@ -209,6 +212,10 @@ class KIVICache:
             self._window.append(window_keys, window_values)
         if codes[0] is not None:
             self._codes.append(Packed(*codes[:3]), Packed(*codes[3:]))
+        if (held := self.frontier + self._window.count) != self.offset:
+            raise ValueError(
+                f"offset={self.offset}: the state's arrays hold {held} tokens, so it is damaged; make the cache anew"
+            )
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:

@@ -156,6 +156,23 @@ class ExactStore:
         """Tokens that fit without growing."""
         return 0 if self.keys is None else self.keys.shape[-2]
 
+    def require_fitting(self, keys: mx.array, values: mx.array) -> None:
+        """Refuse what MLX would broadcast or cast into this store without a word.
+
+        Raises:
+            ValueError: keys and values are not floats ``[B, H, S, D]`` of the same tokens, or not of the rows, heads and sizes
+                that are here.
+        """
+        for name, array, held in (("keys", keys, self.keys), ("values", values, self.values)):
+            if array.ndim != 4 or not mx.issubdtype(array.dtype, mx.floating):
+                raise ValueError(f"{name} {array.dtype} {array.shape}: expected floats [batch, heads, tokens, head_dim]")
+            if held is not None and (array.shape[:2], array.shape[3]) != (held.shape[:2], held.shape[3]):
+                raise ValueError(
+                    f"{name} {array.shape}: the cache holds {held.shape[:2]} rows and heads of {held.shape[3]} numbers"
+                )
+        if keys.shape[:3] != values.shape[:3]:
+            raise ValueError(f"keys {keys.shape}, values {values.shape}: expected the same rows, heads and tokens")
+
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add tokens ``[B, H, S, D]``; ``S`` may be 0, which allocates the room."""
         needed = self.count + keys.shape[-2]

@@ -225,3 +225,41 @@ def test_the_worked_example_of_the_documentation_is_what_the_cache_weighs():
     for part, size in table.items():
         assert f"| {part} | {size} |" in page
     assert f"the whole layer {weight.full_precision / weight.resident:.2f} times" in page
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "says"),
+    [
+        (((2, 8, 64), mx.float32), ((2, 8, 64), mx.float32), "expected floats"),
+        (((1, 2, 8, 64), mx.int32), ((1, 2, 8, 64), mx.int32), "expected floats"),
+        (((1, 2, 8, 64), mx.float32), ((1, 2, 9, 64), mx.float32), "the same rows, heads and tokens"),
+        (((1, 2, 1, 64), mx.float32), ((1, 1, 1, 64), mx.float32), "the cache holds"),
+        (((2, 2, 8, 64), mx.float32), ((2, 2, 8, 64), mx.float32), "the cache holds (1, 2) rows and heads of 64 numbers"),
+        (((1, 1, 8, 64), mx.float32), ((1, 1, 8, 64), mx.float32), "the cache holds"),
+        (((1, 2, 8, 1), mx.float32), ((1, 2, 8, 1), mx.float32), "the cache holds"),
+    ],
+)
+def test_what_mlx_would_broadcast_or_cast_is_refused_and_changes_nothing(keys, values, says):
+    cache = KIVICache(CacheSpec(residual_length=32))
+    cache.update_and_fetch(mx.ones((1, 2, 40, 64)), mx.ones((1, 2, 40, 64)))
+    with pytest.raises(ValueError, match=r"expected|holds") as raised:
+        cache.update_and_fetch(mx.ones(*keys), mx.ones(*values))
+    assert says in str(raised.value)
+    assert cache.offset == 40
+
+
+def test_a_part_of_a_token_is_not_trimmed():
+    cache = KIVICache(CacheSpec(residual_length=32))
+    cache.update_and_fetch(mx.ones((1, 2, 40, 64)), mx.ones((1, 2, 40, 64)))
+    with pytest.raises(TypeError, match="float"):
+        cache.trim(2.5)
+    assert cache.offset == 40
+
+
+def test_a_state_that_lost_tokens_is_refused():
+    cache = KIVICache(CacheSpec(residual_length=32))
+    cache.update_and_fetch(mx.ones((1, 2, 100, 64)), mx.ones((1, 2, 100, 64)))
+    state = cache.state
+    lost = {name: state[name][..., :5, :] for name in ("window_keys", "window_values")}
+    with pytest.raises(ValueError, match="offset=100: the state's arrays hold 69 tokens"):
+        KIVICache.from_state({**state, **lost})
