@@ -8,9 +8,11 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tasks.config import Config
+from pydantic import ValidationError
+
+from tasks.config import Config, first_sentence
 from tasks.places import ARTIFACTS, DATABASE
-from tasks.store_schema import mlflow_version, stored_revision
+from tasks.store_schema import SchemaError, mlflow_version, stored_revision
 from tasks.tracking_store import TrackingError, hold
 
 BACKUPS = "backups"
@@ -64,8 +66,9 @@ def copy_store(tracking_dir: Path, folder: Path | None = None) -> Backup:
         (partial / MANIFEST).write_text(backup.model_dump_json(indent=1) + "\n")
         partial.rename(folder)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise TrackingError(f"{folder}: the backup cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # of a whole backup nothing has this name any more
     return backup
 
 
@@ -80,7 +83,10 @@ def restore(folder: Path, tracking_dir: Path) -> Backup:
     manifest = folder / MANIFEST
     if not manifest.is_file():
         raise TrackingError(f"{folder}: no {MANIFEST} in it, so it is no backup, or not a whole one")
-    backup = Backup.model_validate_json(manifest.read_bytes())
+    try:
+        backup = Backup.model_validate_json(manifest.read_bytes())
+    except ValidationError as error:
+        raise TrackingError(f"{manifest}: describes no backup: {first_sentence(error)}: restore another one") from None
     with hold(tracking_dir):
         for name in (DATABASE, ARTIFACTS):
             if (tracking_dir / name).exists():
@@ -102,10 +108,14 @@ def require_store(tracking_dir: Path) -> None:
     """Refuse a folder without a store.
 
     Raises:
-        TrackingError: ``tracking_dir`` has no database.
+        TrackingError: ``tracking_dir`` has no database, or not one of MLflow.
     """
     if not (tracking_dir / DATABASE).is_file():
         raise TrackingError(f"{tracking_dir}: no {DATABASE} in it: give a store's --tracking-dir; `kivi nightly` makes one")
+    try:
+        stored_revision(tracking_dir / DATABASE)
+    except SchemaError as error:
+        raise TrackingError(str(error)) from None
 
 
 def copy_database(source: Path, target: Path) -> None:

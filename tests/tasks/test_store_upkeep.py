@@ -149,6 +149,22 @@ def test_what_cannot_be_backed_up_or_restored_is_one_sentence(tracking, tmp_path
     assert not (tmp_path / "damaged").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"no database at all" * 300])
+def test_what_is_no_store_of_mlflow_leaves_no_part_of_a_backup(tmp_path, content):
+    (tmp_path / "mlflow.db").write_bytes(content)
+    with pytest.raises(TrackingError, match="MLflow cannot open it"):
+        back_up(tmp_path, tmp_path / "copies" / "one")
+    assert not (tmp_path / "copies").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_backup_whose_description_is_damaged_is_not_restored(tmp_path, content):
+    (tmp_path / "backup.json").write_text(content)
+    with pytest.raises(TrackingError, match="describes no backup"):
+        restore(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_pruning_removes_the_artefacts_of_old_nights_and_keeps_their_metrics(tracking, log):
     with writer(tracking) as store:
         for day in (1, 50, 80, 99):
