@@ -111,7 +111,7 @@ def _read(kind: type[Loaded], fields: dict[str, Any], settings: Path | None) -> 
 
     try:
         further = yaml.safe_load(settings.read_text(encoding="utf-8")) if settings else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{settings}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(further, dict):
         raise ConfigError(f"{settings}: expected a mapping of fields, got {type(further).__name__}")

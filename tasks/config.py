@@ -242,7 +242,7 @@ def load_config(path: Path | str) -> NightlyConfig:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:  # the parser recurses into brackets
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: expected a mapping with models, prompt_sets and specs, got {type(fields).__name__}")

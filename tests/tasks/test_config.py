@@ -89,3 +89,10 @@ def test_every_field_of_the_form_is_described() -> None:
         if "description" not in field and "$ref" not in field and model["title"].endswith(("Config", "Thresholds", "Settings"))
     ]
     assert undescribed == []
+
+
+def test_brackets_without_end_are_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("specs: " + "[" * 3000 + "]" * 3000)
+    with pytest.raises(ConfigError, match="not YAML: maximum recursion depth"):
+        load_config(path)
