@@ -47,7 +47,7 @@ def read_result(path: Path) -> CellResult | ComparisonResult | AuditReport:
 def _kind(content: bytes) -> str:
     try:
         fields = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):  # pydantic then says what is wrong
         return ""
     return str(fields.get("kind", "")) if isinstance(fields, dict) else ""
 

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.errors import USAGE
+from flows.imported import read_result
+from tasks.config import ConfigError
 from tasks.track import find_nights
 from tasks.tracking_store import writer
 
@@ -207,3 +209,10 @@ def wait_for(address, process):
         except OSError:
             time.sleep(0.2)
     raise AssertionError(f"{address} did not answer")
+
+
+def test_a_result_of_brackets_without_end_is_one_sentence(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="not a cell's result"):
+        read_result(path)
