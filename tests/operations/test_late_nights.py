@@ -11,7 +11,7 @@ def test_only_the_newest_of_several_late_nights_runs(lab: Any, tmp_path: Path, t
     deployment = lab.deployment("nightly/nightly")
     parameters = {"config": {**tiny_matrix, "specs": ["full"]}, "tracking_dir": str(tmp_path / "mlruns")}
     lab.patch("/work_pools/kivi", {"is_paused": True})  # the outage
-    first = datetime.now(UTC) + timedelta(seconds=20)
+    first = datetime.now(UTC) + timedelta(seconds=60)  # a busy server needs some to make the runs of the schedule
     last = first + timedelta(seconds=6)
     rule = f"DTSTART:{first:%Y%m%dT%H%M%S}\nRRULE:FREQ=SECONDLY;INTERVAL=2;COUNT=4"
     schedule = {"schedule": {"rrule": rule, "timezone": "UTC"}, "active": True, "parameters": parameters}
