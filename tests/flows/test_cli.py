@@ -183,7 +183,7 @@ def test_ui_serves_the_store_and_prints_links(tmp_path, result_file):
         page = wait_for(links["nights"].partition("#")[0], process)
     finally:
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
+        rest = process.communicate(timeout=180)[0]
     assert rest == ""  # the server's own lines are not on stdout
     assert "<title>MLflow</title>" in page
     assert "/#/compare-runs?runs=" in links["compare"]
