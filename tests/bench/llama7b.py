@@ -15,7 +15,9 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ SHAPES = {
 }
 SPECS = ("full", "kivi:bits=4", "kivi:bits=2")
 CALL_TOKENS = 16_384  # prompt tokens of one call, over the batch: bounds the activations
+WARM_UP_STEPS = 40  # a group of tokens leaves the window on the way
 
 
 def build(shape: str) -> llama.Model:
@@ -85,6 +88,7 @@ def run(model: llama.Model, spec: CacheSpec, batch: int, context: int, steps: in
 
 def sweep(model: llama.Model, spec: CacheSpec, options: argparse.Namespace) -> None:
     """Print a JSON line a run; raise the batch until memory ends, then close in on the largest that fits."""
+    run(model, spec, 1, options.context, WARM_UP_STEPS)  # compiles what the measured runs use
     fits, fails = 0, None
     queue = list(options.batches)
     halvings = options.halvings
@@ -120,16 +124,21 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for spec in options.specs:
-        command = [sys.executable, *sys.argv, "--one", spec]
-        started = time.perf_counter()
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.seconds, check=False)
-            output, ending = done.stdout, f"exit {done.returncode}"
-        except subprocess.TimeoutExpired as stopped:
-            output, ending = (stopped.stdout or b"").decode(), f"stopped after {options.seconds:g} s"
-        rows += [json.loads(line) for line in output.splitlines()]
-        rows.append({"cache": spec, "process": ending, "seconds": time.perf_counter() - started})
-        report("llama7b", options, rows)  # after each cache, so that one that is stopped from outside loses itself alone
+        for row in lines_of([sys.executable, *sys.argv, "--one", spec], options.seconds):
+            rows.append({"spec": spec, **row})
+            report("llama7b", options, rows)  # after each row, so that a run that is stopped from outside loses none
+
+
+def lines_of(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield what ``command`` prints, a JSON object a line, then how it ended; kill it after ``seconds``."""
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        limit = threading.Timer(seconds, process.kill)
+        limit.start()
+        for line in process.stdout or ():
+            yield json.loads(line)
+        limit.cancel()
+    yield {"exit_code": process.returncode, "seconds": time.perf_counter() - started}
 
 
 if __name__ == "__main__":
