@@ -122,8 +122,8 @@ class BatchKIVICache:
 
         Costly: the history is dequantised at each call.
         """
-        rows = [self._padded_row(row) for row in range(len(self._offsets))]
-        return mx.concatenate([keys for keys, _ in rows]), mx.concatenate([values for _, values in rows])
+        starts = mx.array(self._window.starts, mx.int32)
+        return self.backend.restore(self._history(), columns=self._width, window_start=starts)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:  # noqa: ARG002, N803  mlx-lm's names
         """Return the mask of the next ``N`` tokens, as mlx-lm's ``BatchKVCache`` does, so that it serves every layer."""
@@ -380,19 +380,3 @@ class BatchKIVICache:
         seen = mx.arange(window.capacity) >= mx.array(window.starts)[:, None, None, None]
         newest = newest & seen if mask.dtype == mx.bool_ else mx.where(seen, newest, -mx.inf)
         return mx.concatenate([mx.take_along_axis(mask, positions, axis=-1), newest], axis=-1)
-
-    def _padded_row(self, row: int) -> tuple[mx.array, mx.array]:
-        """Return keys and values ``[1, H, width, D]`` of a row, its last column that of the call, zeros before it."""
-        parts: list[tuple[mx.array, ...]] = [self._window.read([row], self._window.starts[row], self._window.stop)]
-        keys, values = parts[0]
-        if self._codes.counts[row]:
-            arrays = self._codes.row(row)
-            codes = CodeStore(key_bits=self.spec.key_bits, value_bits=self.spec.value_bits, group_size=self.spec.group_size)
-            codes.append(Packed(*arrays[:3]), Packed(*arrays[3:]))
-            parts.insert(0, codes.dequantize(0, codes.count, keys.dtype, values.shape[-1]))
-        if self._sinks.counts[row]:
-            parts.insert(0, tuple(self._sinks.row(row)))
-        missing = self._width - sum(part[0].shape[-2] for part in parts)
-        padding = [(0, 0), (0, 0), (missing, 0), (0, 0)]
-        keys, values = (mx.concatenate(list(side), axis=-2) for side in zip(*parts, strict=True))
-        return mx.pad(keys, padding), mx.pad(values, padding)

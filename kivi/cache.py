@@ -21,6 +21,7 @@ import functools
 import operator
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import mlx.core as mx
@@ -147,15 +148,9 @@ class KIVICache:
 
         Costly: the history is dequantised at each call, as :func:`kivi.quantize.group_dequantize` does.
         """
-        keys, values = self._window.live()
-        parts = [(keys, values)]
-        if self._codes.count:
-            parts.insert(0, self._codes.dequantize(0, self._codes.count, keys.dtype, values.shape[-1]))
-        if self._sinks.count:
-            parts.insert(0, self._sinks.live())
-        if len(parts) == 1:
-            return keys, values
-        return mx.concatenate([part[0] for part in parts], axis=-2), mx.concatenate([part[1] for part in parts], axis=-2)
+        if self.frontier == 0:
+            return self._window.live()
+        return self.backend.restore(self._history(), columns=self.offset)
 
     def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
         """Return the mask of the next ``N`` tokens, as mlx-lm's ``KVCache`` does."""
@@ -339,8 +334,9 @@ class KIVICache:
         in_codes = max(0, kept - self.spec.sink_length)
         whole = in_codes // group_size * group_size
         if in_codes > whole:
-            keys, values = self._window.live()
-            self._window.append(*self._codes.dequantize(whole, whole + group_size, keys.dtype, values.shape[-1]))
+            keys, values = self._codes.slice(whole, whole + group_size)
+            cut = replace(self._history(), keys=keys, values=values, sink_count=0, code_count=group_size)
+            self._window.append(*self.backend.restore(cut, columns=group_size))
         self._codes.truncate(whole)
         self._sinks.truncate(kept)
 

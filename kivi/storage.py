@@ -110,15 +110,6 @@ class CodeStore:
         parts = [array[..., low:high] if axis == -1 else array[..., low:high, :] for array, axis, low, high in spans]
         return Packed(*parts[:3]), Packed(*parts[3:])
 
-    def dequantize(self, start: int, stop: int, dtype: mx.Dtype, value_dim: int) -> tuple[mx.array, mx.array]:
-        """Return keys ``[B, H, stop - start, D_k]`` and values ``[..., value_dim]``; ``start`` and ``stop`` are whole groups.
-
-        As :func:`kivi.quantize.group_dequantize`: in float32, then cast to ``dtype``.
-        """
-        keys, values = self.slice(start, stop)
-        restored = _dequantize(keys, self.group_size, self.key_bits, dtype).swapaxes(-1, -2)
-        return restored, _dequantize(values, self.group_size, self.value_bits, dtype)[..., :value_dim]
-
     def _reallocate(self, capacity: int, like: Sequence[mx.array]) -> None:
         """Move the tokens into new arrays of ``capacity``, with the shapes and dtypes of ``like``."""
         if capacity == 0:
@@ -131,12 +122,6 @@ class CodeStore:
         """Return what ``tokens`` take along the growing axis of each array."""
         groups = tokens // self.group_size
         return (tokens * self.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
-
-
-def _dequantize(packed: Packed, group_size: int, bits: int, dtype: mx.Dtype) -> mx.array:
-    # float32 parameters make MLX compute in float32, as the definition does; bfloat16 would ruin large zeros.
-    scale, zero = packed.scale.astype(mx.float32), packed.zero.astype(mx.float32)
-    return mx.dequantize(packed.words, scale, zero, group_size=group_size, bits=bits, dtype=dtype)
 
 
 class ExactStore:

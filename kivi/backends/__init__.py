@@ -101,6 +101,22 @@ class Backend(Protocol):
         """
         ...
 
+    def restore(self, history: History, *, columns: int, window_start: int | mx.array = 0) -> tuple[mx.array, mx.array]:
+        """Return a history as exact numbers, each row's tokens side by side: sinks, codes, window.
+
+        Codes are dequantised as :func:`kivi.quantize.group_dequantize` does: in float32, then cast.
+
+        Args:
+            history: The tokens; nothing beyond the counts is read.
+            columns: Tokens of the longest row or more. Rows end in the last column and have zeros before their first token.
+                Where all counts are ints it is their sum.
+            window_start: First token of the window that counts, an int or int32 ``[B]``.
+
+        Returns:
+            Keys ``[B, H, columns, D_k]`` and values ``[B, H, columns, D_v]`` in the dtypes of the window.
+        """
+        ...
+
 
 class Availability(NamedTuple):
     """Whether a backend runs here, and why not (or on what)."""

@@ -155,7 +155,7 @@ def describe(
     _, heads, window_room, value_channels = history.window_values.shape
     if query_heads % heads:
         raise BackendError(f"{query_heads} query heads on {heads} KV heads: expected a multiple")
-    counts, count_stride = _counts(history, batch)
+    counts, count_stride = stack_counts((history.code_count, history.sink_count, history.window_count), batch)
     mask_array, mask_strides = _mask(mask)
     shapes = Shapes(
         batch=batch,
@@ -176,9 +176,7 @@ def describe(
         count_stride=count_stride,
         sink_logits=sinks is not None,
     )
-    arrays = [queries, *_codes(history.keys), *_codes(history.values)]
-    arrays += [_or_nothing(history.sink_keys, queries.dtype), _or_nothing(history.sink_values, queries.dtype)]
-    arrays += [history.window_keys, history.window_values, mask_array, counts]
+    arrays = [queries, *history_arrays(history), mask_array, counts]
     return Call(shapes, arrays, constant((scale * LOG2_E,), mx.float32))
 
 
@@ -244,6 +242,23 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
     )
 
 
+def history_arrays(history: History) -> list[mx.array]:
+    """Return the buffers of HISTORY_INPUTS; what is not there becomes a small array that no kernel reads."""
+    exact = [history.sink_keys, history.sink_values, history.window_keys, history.window_values]
+    dtypes = [history.window_keys.dtype, history.window_values.dtype] * 2
+    sinks_and_window = [_or_nothing(array, dtype) for array, dtype in zip(exact, dtypes, strict=True)]
+    return [*_codes(history.keys), *_codes(history.values), *sinks_and_window]
+
+
+def stack_counts(counts: tuple[int | mx.array, ...], batch: int) -> tuple[mx.array, int]:
+    """Return ``n`` counts as int32 ``[n]``, or ``[B, n]`` where rows differ, and the stride of a row."""
+    numbers = tuple(count for count in counts if isinstance(count, int))
+    if len(numbers) == len(counts):
+        return constant(numbers, mx.int32), 0
+    columns = [mx.broadcast_to(mx.array(count, mx.int32), (batch,)) for count in counts]
+    return mx.stack(columns, axis=-1), len(counts)
+
+
 def _or_nothing(array: mx.array | None, dtype: mx.Dtype) -> mx.array:
     return constant((0,), dtype) if array is None else array
 
@@ -252,16 +267,6 @@ def _codes(packed: Packed | None) -> tuple[mx.array, mx.array, mx.array]:
     if packed is not None:
         return packed
     return _or_nothing(None, mx.uint32), _or_nothing(None, mx.float16), _or_nothing(None, mx.float16)
-
-
-def _counts(history: History, batch: int) -> tuple[mx.array, int]:
-    """Return counts of codes, sinks and window, as ``[3]`` or ``[B, 3]``, and the stride of a row."""
-    counts = (history.code_count, history.sink_count, history.window_count)
-    numbers = tuple(count for count in counts if isinstance(count, int))
-    if len(numbers) == len(counts):
-        return constant(numbers, mx.int32), 0
-    columns = [mx.broadcast_to(mx.array(count, mx.int32), (batch,)) for count in counts]
-    return mx.stack(columns, axis=-1), 3
 
 
 def _mask(mask: mx.array | None) -> tuple[mx.array, tuple[int, int, int, int] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kivi.backends import History, Name, Packed, kernel_attention, kernel_quantize
+from kivi.backends import History, Name, Packed, kernel_attention, kernel_quantize, kernel_restore
 from kivi.backends.kernel import Target
 
 
@@ -42,3 +42,6 @@ class KernelBackend:
         return kernel_attention.decode_attention(
             self.target, queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks
         )
+
+    def restore(self, history: History, *, columns: int, window_start: int | mx.array = 0) -> tuple[mx.array, mx.array]:
+        return kernel_restore.restore(self.target, history, columns=columns, window_start=window_start)

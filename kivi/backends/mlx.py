@@ -81,6 +81,21 @@ class MLXBackend:
                 outs.append(_attend(*share, scale=scale, causal=causal))
         return mx.concatenate(outs, axis=_shared_axis(history))
 
+    def restore(self, history: History, *, columns: int, window_start: int | mx.array = 0) -> tuple[mx.array, mx.array]:
+        """Return a history as exact numbers; see :meth:`kivi.backends.Backend.restore`.
+
+        Counts in arrays are waited for.
+        """
+        counts = (history.sink_count, history.code_count, window_start, history.window_count)
+        numbers = [count for count in counts if isinstance(count, int)]
+        if len(numbers) == len(counts):
+            return _side_by_side(history, *numbers)
+        batch = history.window_keys.shape[0]
+        of_rows = zip(*(mx.broadcast_to(mx.array(count), (batch,)).tolist() for count in counts), strict=True)
+        rows = [_side_by_side(_cut_history(history, 0, slice(row, row + 1)), *of_row) for row, of_row in enumerate(of_rows)]
+        padded = [[_pad_left(part, columns) for part in row] for row in rows]
+        return mx.concatenate([keys for keys, _ in padded]), mx.concatenate([values for _, values in padded])
+
 
 Share = tuple[mx.array, History, mx.array | None, mx.array | None]  # queries, history, mask, sinks
 
@@ -132,6 +147,38 @@ def _cut_history(history: History, axis: int, rows: slice) -> History:
 
 def _cut(array: mx.array, axis: int, rows: slice) -> mx.array:
     return array[rows] if axis == 0 else array[:, rows]
+
+
+def _side_by_side(
+    history: History, sink_count: int, code_count: int, window_start: int, window_stop: int
+) -> tuple[mx.array, mx.array]:
+    """Return keys and values of rows that have the same counts."""
+    parts = [(history.window_keys[..., window_start:window_stop, :], history.window_values[..., window_start:window_stop, :])]
+    if history.keys is not None and history.values is not None and code_count:
+        parts.insert(0, _dequantize_codes(history, history.keys, history.values, code_count))
+    if history.sink_keys is not None and history.sink_values is not None and sink_count:
+        parts.insert(0, (history.sink_keys[..., :sink_count, :], history.sink_values[..., :sink_count, :]))
+    return mx.concatenate([keys for keys, _ in parts], axis=-2), mx.concatenate([values for _, values in parts], axis=-2)
+
+
+def _dequantize_codes(history: History, keys: Packed, values: Packed, count: int) -> tuple[mx.array, mx.array]:
+    """Return the first ``count`` tokens of the codes, whole groups, as keys and values."""
+    words, groups = count * history.key_bits // WORD_BITS, count // history.group_size
+    keys = Packed(keys.words[..., :words], keys.scale[..., :groups], keys.zero[..., :groups])
+    values = Packed(*(part[..., :count, :] for part in values))
+    exact_keys = _dequantize(keys, history.group_size, history.key_bits, history.window_keys.dtype)
+    exact_values = _dequantize(values, history.group_size, history.value_bits, history.window_values.dtype)
+    return exact_keys.swapaxes(-1, -2), exact_values[..., : history.window_values.shape[-1]]
+
+
+def _dequantize(packed: Packed, group_size: int, bits: int, dtype: mx.Dtype) -> mx.array:
+    # float32 parameters make MLX compute in float32, as the definition does; bfloat16 would ruin large zeros.
+    scale, zero = packed.scale.astype(mx.float32), packed.zero.astype(mx.float32)
+    return mx.dequantize(packed.words, scale, zero, group_size=group_size, bits=bits, dtype=dtype)
+
+
+def _pad_left(part: mx.array, columns: int) -> mx.array:
+    return mx.pad(part, [(0, 0), (0, 0), (columns - part.shape[-2], 0), (0, 0)])
 
 
 def _attend(
