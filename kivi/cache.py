@@ -75,7 +75,7 @@ class KIVICache:
 
     # mlx-lm takes a cache with an attribute `bits` for its own quantised cache (see its models/base.py), so there is none.
 
-    max_code_queries = MAX_CODE_QUERIES
+    max_code_queries = MAX_CODE_QUERIES  # of a call; longer ones dequantise
 
     def __init__(self, spec: CacheSpec) -> None:
         if spec.kind != "kivi":

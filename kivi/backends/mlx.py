@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ from kivi.quantize import WORD_BITS, group_roundtrip, padded_length, smallest_sc
 
 # On a CPU an MLX stream is one thread, and so would attention be: it is shared out to a stream a core, at most this many.
 STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(8, cores()))]
-STREAM_CODES = 1 << 19  # codes of keys a stream takes at least: about 0.3 ms of work, ten times what handing it over costs
+STREAM_CODES = 1 << 19  # codes of keys a stream unpacks at least: about 0.3 ms of work, ten times what handing it over costs
 
 
 def available() -> Availability:
@@ -72,14 +72,15 @@ class MLXBackend:
 
         Works on the whole capacity and hides what lies beyond the counts: a slice of codes would be copied at each call.
         """
-        shares = _share_out(queries, history, mask, sinks)
+        newer = mx.arange(queries.shape[2] - 1, -1, -1) if causal else None
+        axis, shares = _share_out(Share(queries, history, mask, sinks, newer))
         if len(shares) == 1:
-            return _attend(queries, history, mask, sinks, scale=scale, causal=causal)
+            return _attend(shares[0], scale)
         outs = []
         for share, stream in zip(shares, STREAMS, strict=False):
             with mx.stream(stream):
-                outs.append(_attend(*share, scale=scale, causal=causal))
-        return mx.concatenate(outs, axis=_shared_axis(history))
+                outs.append(_attend(share, scale))
+        return mx.concatenate(outs, axis=axis)
 
     def restore(self, history: History, *, columns: int, window_start: int | mx.array = 0) -> tuple[mx.array, mx.array]:
         """Return a history as exact numbers; see :meth:`kivi.backends.Backend.restore`.
@@ -97,38 +98,53 @@ class MLXBackend:
         return mx.concatenate([keys for keys, _ in padded]), mx.concatenate([values for _, values in padded])
 
 
-Share = tuple[mx.array, History, mx.array | None, mx.array | None]  # queries, history, mask, sinks
+class Share(NamedTuple):
+    """What a stream attends to, whole or in part."""
+
+    queries: mx.array
+    history: History
+    mask: mx.array | None
+    sinks: mx.array | None
+    newer: mx.array | None  # with a causal mask, how many tokens of the call come after each query's own
 
 
-def _shared_axis(history: History) -> int:
-    """Return along what attention is shared out: sequences, or heads if there is but one; such slices are contiguous."""
-    return 0 if history.window_keys.shape[0] > 1 else 1
+def _share_out(whole: Share) -> tuple[int, list[Share]]:
+    """Cut the work into independent shares, one a stream; into one on a GPU, or where there is little to do.
 
+    Sequences are shared out, or heads, or the queries of a call: the first of them that makes equal shares. Unpacking, which
+    is most of the work, is done anew for each query anyway.
 
-def _share_out(queries: mx.array, history: History, mask: mx.array | None, sinks: mx.array | None) -> list[Share]:
-    """Cut the work into independent shares, one a stream; into one on a GPU, or where there is little to do."""
-    axis = _shared_axis(history)
-    pieces = history.window_keys.shape[axis]
+    Returns:
+        The axis of the queries that was cut, and the shares.
+    """
+    queries, history = whole.queries, whole.history
+    batch, kv_heads = history.window_keys.shape[:2]
+    pieces = (batch, kv_heads, queries.shape[2])
     codes = 0 if history.keys is None else history.keys.words.size * (WORD_BITS // history.key_bits)
-    count = min(len(STREAMS), pieces, codes // STREAM_CODES) if mx.default_device() == mx.cpu else 1
+    work = codes * (queries.shape[1] // kv_heads) * queries.shape[2]
+    wanted = min(len(STREAMS), work // STREAM_CODES) if mx.default_device() == mx.cpu else 1
+    axis = next((axis for axis, size in enumerate(pieces) if wanted and size % wanted == 0), pieces.index(max(pieces)))
+    count = min(wanted, pieces[axis])
     if count <= 1:
-        return [(queries, history, mask, sinks)]
-    bounds = [index * pieces // count for index in range(count + 1)]
+        return 0, [whole]
+    bounds = [index * pieces[axis] // count for index in range(count + 1)]
+    return axis, [_share(whole, axis, slice(start, stop)) for start, stop in pairwise(bounds)]
+
+
+def _share(whole: Share, axis: int, pieces: slice) -> Share:
+    queries, history, mask, sinks, newer = whole
     repeats = queries.shape[1] // history.window_keys.shape[1] if axis == 1 else 1
+    rows = slice(pieces.start * repeats, pieces.stop * repeats)  # query heads that share KV heads stay together
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    shares: list[Share] = []
-    for start, stop in pairwise(bounds):
-        rows = slice(start * repeats, stop * repeats)  # query heads that share KV heads stay together
-        shares.append(
-            (
-                _cut(queries, axis, rows),
-                _cut_history(history, axis, slice(start, stop)),
-                mask if mask is None or mask.shape[axis] == 1 else _cut(mask, axis, rows),
-                sinks if sinks is None or axis == 0 else sinks[rows],
-            )
-        )
-    return shares
+        mask = mask if mask.shape[axis] == 1 else _cut(mask, axis, rows)
+    return Share(
+        queries=_cut(queries, axis, rows),
+        history=history if axis == 2 else _cut_history(history, axis, pieces),
+        mask=mask,
+        sinks=sinks[rows] if sinks is not None and axis == 1 else sinks,
+        newer=newer[rows] if newer is not None and axis == 2 else newer,
+    )
 
 
 def _cut_history(history: History, axis: int, rows: slice) -> History:
@@ -146,7 +162,7 @@ def _cut_history(history: History, axis: int, rows: slice) -> History:
 
 
 def _cut(array: mx.array, axis: int, rows: slice) -> mx.array:
-    return array[rows] if axis == 0 else array[:, rows]
+    return array[(slice(None),) * axis + (rows,)]
 
 
 def _side_by_side(
@@ -181,14 +197,13 @@ def _pad_left(part: mx.array, columns: int) -> mx.array:
     return mx.pad(part, [(0, 0), (0, 0), (columns - part.shape[-2], 0), (0, 0)])
 
 
-def _attend(
-    queries: mx.array, history: History, mask: mx.array | None, sinks: mx.array | None, *, scale: float, causal: bool
-) -> mx.array:
+def _attend(share: Share, scale: float) -> mx.array:
+    queries, history, mask, sinks, newer = share
     batch, heads, length, _ = queries.shape
     kv_heads = history.window_keys.shape[1]
     grouped = (queries * scale).reshape(batch, kv_heads, heads // kv_heads * length, -1)
     scores = mx.concatenate(_scores(grouped, history), axis=-1).reshape(batch, heads, length, -1)
-    scores = _hide(scores, _seen(history, length, causal), mask)
+    scores = _hide(scores, _seen(history, newer), mask)
     if sinks is not None:
         logits = mx.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (batch, heads, length, 1))
         scores = mx.concatenate([scores, logits], axis=-1)
@@ -271,7 +286,7 @@ def _weighted_values(weights: mx.array, history: History) -> mx.array:
     return out
 
 
-def _seen(history: History, length: int, causal: bool) -> mx.array | None:
+def _seen(history: History, newer: mx.array | None) -> mx.array | None:
     """Return which columns a query may see by the counts and by causality, ``[B or 1, 1, L or 1, N]``; None if all."""
     stretches = [
         (history.sink_keys, history.sink_count),
@@ -279,13 +294,12 @@ def _seen(history: History, length: int, causal: bool) -> mx.array | None:
         (history.window_keys, history.window_count),
     ]
     present = [(array.shape[-2], count) for array, count in stretches if array is not None]
-    if not causal and all(isinstance(count, int) and count == capacity for capacity, count in present):
+    if newer is None and all(isinstance(count, int) and count == capacity for capacity, count in present):
         return None
     parts = [mx.arange(capacity) < _column(count) for capacity, count in present]
-    if causal:
+    if newer is not None:
         capacity, count = present[-1]
-        newest = mx.arange(length - 1, -1, -1)[:, None]  # tokens of the call that come after each query's own
-        parts[-1] = mx.arange(capacity) < _column(count) - newest
+        parts[-1] = mx.arange(capacity) < _column(count) - newer[:, None]
     rows = max(part.shape[0] for part in parts)
     return mx.concatenate([mx.broadcast_to(part, (rows, 1, parts[-1].shape[-2], part.shape[-1])) for part in parts], axis=-1)
 

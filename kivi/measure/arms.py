@@ -7,11 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kivi.build import describe_layers, make_prompt_cache
 from kivi.cache import DequantizedKIVICache, KIVICache
 from kivi.measure import MeasureError
-from kivi.measure.schedule import cut_calls, prefill_call
+from kivi.measure.schedule import GRID, cut_calls, prefill_call
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
@@ -32,15 +33,17 @@ class Arm:
         self.caches = make_prompt_cache(model.model, spec)
         self.kept = describe_layers(self.caches).kept if spec.kind != "full" else {}
         self.layers = quantized_layers(self.caches, spec)
+        for cache in self.caches:
+            if type(cache) is KIVICache:
+                cache.max_code_queries = GRID  # scoring's calls go on codes too, though they are longer than decoding's
         if control:
             self.caches = [_control(cache) for cache in self.caches]
-        self._control = control
         self._model = model.model
         self._position = 0
 
     def score(self, tokens: Sequence[int], stop: int) -> mx.array:
         """Feed the tokens up to position ``stop``; return their logits ``[positions, vocabulary]`` in float32."""
-        return self.feed(tokens, cut_calls(self.layers, self._position, stop, on_codes=not self._control))
+        return self.feed(tokens, cut_calls(self.layers, self._position, stop))
 
     def feed(self, tokens: Sequence[int], calls: Iterable[tuple[int, int]]) -> mx.array:
         """Feed the tokens of ``calls``, each a start and a stop; return as :meth:`score`."""
@@ -55,12 +58,15 @@ class Arm:
         """Feed prompts ``[B, context]`` as mlx-lm does; return the logits ``[B, vocabulary]`` that predict the next token.
 
         All tokens but the last go in calls of which only the caches are evaluated, so that nothing is projected onto
-        the vocabulary in vain. At the end no cache holds unevaluated work.
+        the vocabulary in vain. At the end no cache holds unevaluated work. mlx-lm's quantised caches are full ones during the
+        first call and are quantised after it, as in ``mlx_lm.generate.generate_step``.
         """
         context = prompts.shape[1]
         longest = prefill_call(self.layers)
         for begin in range(0, context - 1, longest):
-            self._model(prompts[:, begin : min(begin + longest, context - 1)], cache=self.caches)
+            caches = [_unquantized(cache) for cache in self.caches]
+            self._model(prompts[:, begin : min(begin + longest, context - 1)], cache=caches)
+            self.caches = [_quantized(cache, wanted) for cache, wanted in zip(caches, self.caches, strict=True)]
             settle(self.caches)
         logits = self.decode(prompts[:, -1:])
         settle(self.caches)
@@ -136,6 +142,14 @@ def all_finite(arrays: Iterable[mx.array]) -> bool:
     """Return whether no floating-point array of ``arrays`` holds NaN or infinity."""
     flags = [mx.all(mx.isfinite(array)) for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
     return not flags or bool(mx.all(mx.stack(flags)))
+
+
+def _unquantized(cache: Any) -> Any:
+    return KVCache() if type(cache) is QuantizedKVCache and cache.empty() else cache
+
+
+def _quantized(cache: Any, wanted: Any) -> Any:
+    return cache if type(cache) is type(wanted) else cache.to_quantized(group_size=wanted.group_size, bits=wanted.bits)
 
 
 def _control(cache: Any) -> Any:

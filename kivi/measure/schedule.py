@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kivi.cache import MAX_CODE_QUERIES
 from kivi.spec import CacheSpec
 
 GRID = 32  # tokens a call of the reference, and the longest of a quantised cache: the smallest group
@@ -34,16 +33,15 @@ def scoring_blocks(layers: Sequence[CacheSpec], length: int) -> list[tuple[int, 
     return _pairs(set(range(FULL_CALL - 1, length, FULL_CALL)), length)
 
 
-def cut_calls(layers: Sequence[CacheSpec], start: int, stop: int, *, on_codes: bool = True) -> list[tuple[int, int]]:
+def cut_calls(layers: Sequence[CacheSpec], start: int, stop: int) -> list[tuple[int, int]]:
     """Cut positions ``start`` to ``stop`` into the calls that the caches of ``layers`` are scored in.
 
     Args:
         layers: The specs of the layers that quantise; none for a full cache.
         start: First position.
         stop: One past the last.
-        on_codes: Keep calls so short that layers of kind ``kivi`` attend on codes; longer calls dequantise.
     """
-    longest = _longest_call(layers, on_codes)
+    longest = _longest_call(layers)
     cuts = {position for spec in layers for position in _moves(spec, start, stop)}
     stretches = _pairs(cuts, stop, start)
     return [(begin, min(begin + longest, end)) for first, end in stretches for begin in range(first, end, longest)]
@@ -62,13 +60,10 @@ def first_visible(layers: Sequence[CacheSpec]) -> int:
     return min((0 if spec.kind == "mlx-quantized" else _first_move(spec) for spec in layers), default=0)
 
 
-def _longest_call(layers: Sequence[CacheSpec], on_codes: bool) -> int:
+def _longest_call(layers: Sequence[CacheSpec]) -> int:
     if not layers:
         return FULL_CALL
-    longest = min([GRID, *(spec.residual_length + 1 for spec in layers if spec.kind == "kivi-roundtrip")])
-    if on_codes and any(spec.kind == "kivi" for spec in layers):
-        return min(longest, MAX_CODE_QUERIES)
-    return longest
+    return min([GRID, *(spec.residual_length + 1 for spec in layers if spec.kind == "kivi-roundtrip")])
 
 
 def _first_move(spec: CacheSpec) -> int:

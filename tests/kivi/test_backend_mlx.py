@@ -174,22 +174,24 @@ def test_attention_keeps_its_bound_in_every_dtype(dtype, bound):
     assert mx.max(mx.abs(out - expected)).item() < bound * mx.max(mx.abs(expected)).item()
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "length", "axis"), [(1, 2, 2), (2, 1, 0), (1, 3, 1), (3, 2, 2)])
 @pytest.mark.parametrize("masked", [None, "boolean", "additive", "by head"])
-def test_shares_on_several_streams_give_what_one_gives(batch, masked, monkeypatch):
+def test_shares_on_several_streams_give_what_one_gives(batch, length, axis, masked, monkeypatch):
     mx.random.seed(5)
     stored, _, _ = history(batch=batch, kv_heads=3, sinks=32, codes=256)
     if batch > 1:
-        stored = replace(stored, code_count=mx.array([256, 32, 128]))
-    queries, logits = mx.random.normal((batch, 6, 2, 32)), mx.random.normal((6,))
-    noise = mx.random.normal((batch, 6, 2, 32 + 256 + 29))
+        stored = replace(stored, code_count=mx.array([256, 32, 128][:batch]))
+    queries, logits = mx.random.normal((batch, 6, length, 32)), mx.random.normal((6,))
+    noise = mx.random.normal((batch, 6, length, 32 + 256 + 29))
     mask = {None: None, "boolean": noise[0, 0] > -1, "additive": noise[:, :1], "by head": noise}[masked]
     options = {"scale": 0.2, "causal": True, "mask": mask, "sinks": logits}
     alone = BACKEND.decode_attention(queries, stored, **options)
     mx.eval(alone)
     monkeypatch.setattr(mlx_backend, "STREAM_CODES", 1)
     monkeypatch.setattr(mlx_backend, "STREAMS", [mx.new_thread_local_stream(mx.cpu) for _ in range(2)])
-    assert len(mlx_backend._share_out(queries, stored, mask, logits)) == (2 if mx.default_device() == mx.cpu else 1)
+    newer = mx.arange(length - 1, -1, -1)
+    cut, shares = mlx_backend._share_out(mlx_backend.Share(queries, stored, mask, logits, newer))
+    assert (cut, len(shares)) == ((axis, 2) if mx.default_device() == mx.cpu else (0, 1))
     assert mx.allclose(BACKEND.decode_attention(queries, stored, **options), alone, atol=1e-6).item()
 
 

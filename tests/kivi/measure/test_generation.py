@@ -15,6 +15,8 @@ from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
 import mlx.core as mx  # isort: skip  after kivi, which loads OpenBLAS first
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import QuantizedKVCache
 
 Tiny = Callable[..., LoadedModel]
 Prompts = list[list[int]]
@@ -72,6 +74,16 @@ def test_caches_end_with_what_was_fed(tiny: Tiny, prompts: Prompts, references: 
         decoded = decode(arm, prompts, reference, monitor)
         assert {cache.offset for cache in arm.caches} == {decoded.fed}
         assert decoded.peak_prefill > 0 < decoded.peak_decode
+
+
+def test_mlx_lms_quantised_cache_is_prefilled_as_mlx_lm_does_it(tiny: Tiny, prompts: Prompts) -> None:
+    model = tiny()
+    arm = Arm(model, CacheSpec.parse("mlx-quantized:bits=2,group=32"))
+    logits = arm.prefill(batch(prompts[:1]))
+    options = {"max_tokens": 2, "kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": 0}
+    (_, expected), _ = generate_step(mx.array(prompts[0]), model.model, **options)
+    assert mx.allclose(logits[0] - mx.logsumexp(logits[0]), expected, atol=1e-5).item()
+    assert {type(cache) for cache in arm.caches} == {QuantizedKVCache}
 
 
 def test_a_deadline_stops_generation(tiny: Tiny, prompts: Prompts, references: ReferenceStore, monitor: Monitor) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kivi.backends import mlx as mlx_backend
 from kivi.measure import MeasureError
 from kivi.measure.arms import Arm
 from kivi.measure.monitor import DeadlineError, Monitor
@@ -62,6 +64,22 @@ def test_in_one_long_call_the_round_trip_cache_does_leak(tiny: Tiny) -> None:
     planted = [*plain[:100], OUTLIER, *plain[101:]]
     one, other = (Arm(model, ROUNDTRIP).feed(tokens, [(0, 160)])[:100] for tokens in (plain, planted))
     assert mx.max(mx.abs(one - other)).item() > 0.1
+
+
+def test_a_packed_cache_is_scored_on_its_codes_and_the_control_is_not(
+    tiny: Tiny, references: ReferenceStore, monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    attend = mlx_backend.MLXBackend.decode_attention
+
+    def noting(self: mlx_backend.MLXBackend, queries: mx.array, *args: Any, **options: Any) -> mx.array:
+        lengths.append(queries.shape[-2])
+        return attend(self, queries, *args, **options)
+
+    monkeypatch.setattr(mlx_backend.MLXBackend, "decode_attention", noting)
+    model = tiny()
+    score(model, [draw_tokens(161)], PACKED, references=references, monitor=monitor)
+    assert lengths == [length for length in (32, 32, 32, 1) for _ in range(len(model.model.layers))]
 
 
 def test_under_half_coverage_nothing_was_tested(tiny: Tiny, references: ReferenceStore, monitor: Monitor) -> None:

@@ -63,12 +63,6 @@ def test_the_first_visible_position_is_where_a_frontier_first_moves(layers: list
     assert sees == [False] * first + [True]
 
 
-def test_packed_caches_are_scored_on_their_codes_unless_it_is_the_control() -> None:
-    packed = [CacheSpec(kind="kivi")]
-    assert max(stop - start for start, stop in cut_calls(packed, 0, 512)) == 8
-    assert max(stop - start for start, stop in cut_calls(packed, 0, 512, on_codes=False)) == 32
-
-
 def test_a_full_cache_is_cut_otherwise_than_the_reference() -> None:
     assert scoring_blocks([], 512) != reference_blocks(512)
     assert first_visible([]) == 0
