@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 PASSED, FAILED, USAGE = 0, 1, 2
+INTERRUPTED = 130  # what shells expect of a command that ended by Ctrl-C
 
 TrackingDir = Annotated[Path, typer.Option("--tracking-dir", help="Folder of the MLflow store, results and reports.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
@@ -20,9 +21,15 @@ MLRUNS = Path("mlruns")
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Turn what a user can mend into one sentence on stderr and exit code 2; all else keeps its traceback."""
+    """Turn what a user can mend into one sentence on stderr and exit code 2; all else keeps its traceback.
+
+    Ctrl-C is a sentence too, and exit code 130.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        sys.stderr.write("kivi: interrupted; what is finished is kept, and the same command goes on from there\n")
+        raise typer.Exit(INTERRUPTED) from None
     except (ValueError, RuntimeError) as error:
         from flows.errors import is_usage
         from tasks.escape import visible

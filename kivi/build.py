@@ -138,6 +138,7 @@ def _make_caches(own: Callable[[], list[Any]], plan: Plan) -> list[Any]:
 
 
 def _plan_layers(model: Module, spec: CacheSpec) -> Plan:
+    CacheSpec.required(spec)
     own = _own_make_cache(model)()
     wanted = [spec.for_layer(index, len(own)) for index in range(len(own))]
     able = {index for index, cache in enumerate(own) if type(cache) is KVCache}

@@ -78,7 +78,7 @@ class KIVICache:
     max_code_queries = MAX_CODE_QUERIES  # of a call; longer ones dequantise
 
     def __init__(self, spec: CacheSpec) -> None:
-        if spec.kind != "kivi":
+        if CacheSpec.required(spec).kind != "kivi":
             raise SpecError(f"kind={spec.kind!r}: KIVICache takes a spec with kind='kivi'")
         self._start(spec)
 
@@ -198,6 +198,9 @@ class KIVICache:
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
+        missing = {"spec", "offset", *STATE_ARRAYS} - state.keys()
+        if missing:
+            raise ValueError(f"the state lacks {', '.join(sorted(missing))}: it is not that of a packed cache, or is damaged")
         self._start(CacheSpec.model_validate_json(state["spec"]))
         self.offset = state["offset"]
         sink_keys, sink_values, window_keys, window_values, *codes = (state[name] for name in STATE_ARRAYS)

@@ -35,7 +35,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
     """
 
     def __init__(self, spec: CacheSpec) -> None:
-        if spec.kind != "kivi-roundtrip" or spec.layers:
+        if CacheSpec.required(spec).kind != "kivi-roundtrip" or spec.layers:
             raise SpecError(f"{spec.slug}: RoundTripKIVICache takes the kivi-roundtrip spec of one layer")
         super().__init__()
         self.spec = spec

@@ -19,6 +19,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 Kind = Literal["full", "kivi", "kivi-roundtrip", "mlx-quantized"]
 BackendName = Literal["auto", "metal", "cuda", "mlx"]
@@ -29,6 +30,7 @@ MLX_BITS = (2, 3, 4, 5, 6, 8)  # what mx.quantize takes
 GROUP_SIZES = (32, 64, 128)  # what MLX's quantised matmul takes
 MLX_QUANTIZED_FIELDS = ("key_bits", "value_bits", "group_size")
 NUMBER = re.compile(r"-?[0-9]{1,18}")
+LONGEST_QUOTE = 80  # characters of a wrong value that a message repeats
 SHORT_NAMES = {
     "bits": ("key_bits", "value_bits"),
     "group": ("group_size",),
@@ -224,6 +226,17 @@ class CacheSpec(BaseModel):
         return cls.checked(fields)
 
     @classmethod
+    def required(cls, spec: object) -> CacheSpec:
+        """Return ``spec``, which must be one.
+
+        Raises:
+            SpecError: it is something else, its text for example.
+        """
+        if not isinstance(spec, CacheSpec):
+            raise SpecError(f"{spec!r}: expected a CacheSpec; CacheSpec.parse reads one from text such as 'kivi:bits=2'")
+        return spec
+
+    @classmethod
     def checked(cls, fields: dict[str, Any]) -> CacheSpec:
         """Build a spec, turning pydantic's report into one sentence.
 
@@ -245,7 +258,14 @@ def _first_sentence(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"{where}: no such option; known are {', '.join(CacheSpec.model_fields)}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] != "value_error":
-        message = f"{first['input']!r}: {message}"
-    return f"{where}={message}" if where else message
+    return f"{where}={reason(first)}" if where else reason(first)
+
+
+def reason(finding: ErrorDetails) -> str:
+    """Return what pydantic found wrong in a few words: the value, shortened where it is long, and what was expected."""
+    if finding["type"] == "value_error":
+        return finding["msg"].removeprefix("Value error, ")
+    given = repr(finding["input"])
+    if len(given) > LONGEST_QUOTE:
+        given = f"{given[: LONGEST_QUOTE - 3]}..."
+    return f"{given}: {finding['msg'].replace('Input should be', 'expected')}"

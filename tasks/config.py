@@ -13,7 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kivi.measure.settings import AnswerSettings, MeasureSettings, ScoreSettings
-from kivi.spec import BackendName, CacheSpec
+from kivi.spec import BackendName, CacheSpec, reason
 
 BUILT_IN = ("humaneval", "retrieval")  # prompt sets that need no network
 
@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(Config):
@@ -215,6 +215,9 @@ class NightlyConfig(Config):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two prompt sets are called {name!r}: give each its own name")
+        for model in self.models:
+            if self.models.count(model) > 1:
+                raise ValueError(f"models: {model.name!r} is there twice, with the same revision and dtype")
         return self
 
     def settings_for(self, prompts: PromptSetConfig) -> MeasureSettings:
@@ -231,6 +234,19 @@ class NightlyConfig(Config):
         return limits
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which refuses a key that is there twice: of two, it would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = f"{key.tag} {key.value}"
+            if isinstance(key, yaml.ScalarNode) and name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: Path | str) -> NightlyConfig:
     """Read a matrix from a YAML file.
 
@@ -239,7 +255,7 @@ def load_config(path: Path | str) -> NightlyConfig:
     """
     path = Path(path)
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  a safe loader
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except (yaml.YAMLError, RecursionError) as error:  # the parser recurses into brackets
@@ -261,7 +277,4 @@ def first_sentence(error: ValidationError) -> str:
         return f"{where}: no such field"
     if first["type"] == "missing":
         return f"{where}: is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] != "value_error":
-        message = f"{first['input']!r}: {message}"
-    return f"{where}: {message}" if where else message
+    return f"{where}: {reason(first)}" if where else reason(first)

@@ -30,6 +30,7 @@ class ModelIdentity(Config):
     revision: str
     weights_digest: str
     dtype: str
+    layers: int = Field(description="entries of its prompt cache, which a spec's settings by layer count")
     chat_template: str
     digest: str = Field(description="SHA-256 over configuration, tokenizer and weights digest")
 
@@ -91,6 +92,7 @@ def identify(config: ModelConfig, loaded: LoadedModel) -> ModelIdentity:
         revision=loaded.revision,
         weights_digest=loaded.weights_digest,
         dtype=loaded.dtype,
+        layers=len(kivi.make_prompt_cache(loaded.model, CacheSpec(kind="full"))),
         chat_template=str(getattr(tokenizer, "chat_template", None) or ""),
         digest=content_hash([loaded.weights_digest, loaded.config, rules]),
     )
@@ -153,8 +155,12 @@ def plan(config: NightlyConfig, prompt_sets: Sequence[PromptSet], models: Sequen
 
     Raises:
         BackendError: a required backend is not available.
+        SpecError: a spec names a layer that a model does not have.
     """
     specs, skipped = resolve_specs(config)
+    for spec in specs:
+        for model in models:
+            spec.for_layer(0, model.layers)
     settings = {prompts.name: config.settings_for(prompts) for prompts in config.prompt_sets}
     cells = tuple(
         Cell(

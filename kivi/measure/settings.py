@@ -8,7 +8,7 @@ from kivi.measure.scorers import ScorerName
 
 
 class Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ScoreSettings(Settings):

@@ -16,7 +16,7 @@ def test_two_models_and_one_store_is_a_miss(tmp_path: Any, make_result: Any) -> 
     rows: tuple[dict[str, Any], ...] = ({"text": "one"},)
     prompts = PromptSet(name="p", rows=rows, source="p", revision=None, split="train", sha256=digest(rows), note="")
     config = NightlyConfig(specs=(CacheSpec.parse("full"),), prompt_sets=({"source": "p.jsonl", "column": "text"},))
-    same: dict[str, str] = {"revision": "v1", "dtype": "float32", "chat_template": ""}
+    same: dict[str, Any] = {"revision": "v1", "dtype": "float32", "layers": 2, "chat_template": ""}
     models = [
         ModelIdentity(config=ModelConfig(name="org/model"), weights_digest="a", digest="1", **same),
         ModelIdentity(config=ModelConfig(name="org/model"), weights_digest="b", digest="2", **same),  # same name, other weights

@@ -39,6 +39,14 @@ def test_each_kind_of_spec_makes_its_caches(make_model, spec, kind):
         assert describe_layers(caches) == (3, {})
 
 
+@pytest.mark.parametrize(
+    "make", [make_prompt_cache, install, lambda _, spec: KIVICache(spec), lambda _, spec: RoundTripKIVICache(spec)]
+)
+def test_a_spec_given_as_text_is_one_sentence(make_model, make):
+    with pytest.raises(SpecError, match=r"'kivi:bits=2': expected a CacheSpec; CacheSpec.parse reads one"):
+        make(make_model("llama"), "kivi:bits=2")
+
+
 def test_mlx_lms_own_quantised_cache_is_given_bits_and_group(make_model):
     cache = make_prompt_cache(make_model("llama"), CacheSpec(kind="mlx-quantized", key_bits=3, value_bits=3, group_size=128))[0]
     assert (cache.bits, cache.group_size) == (3, 128)

@@ -263,3 +263,10 @@ def test_a_state_that_lost_tokens_is_refused():
     lost = {name: state[name][..., :5, :] for name in ("window_keys", "window_values")}
     with pytest.raises(ValueError, match="offset=100: the state's arrays hold 69 tokens"):
         KIVICache.from_state({**state, **lost})
+
+
+def test_a_state_that_lacks_something_says_what():
+    state = KIVICache(CacheSpec(backend="mlx")).state
+    del state["offset"]
+    with pytest.raises(ValueError, match="the state lacks offset: it is not that of a packed cache, or is damaged"):
+        KIVICache.from_state(state)

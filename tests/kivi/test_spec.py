@@ -40,7 +40,7 @@ def test_parse_and_slug(text, slug):
         ("kivi:bits=\N{SUPERSCRIPT TWO}", "key_bits="),
         ("kivi:bits=\N{FULLWIDTH DIGIT TWO}", "key_bits="),
         ("kivi:residual=" + "9" * 5000, "residual_length='999"),
-        ("kivi:residual=16777217", "residual_length=16777217: Input should be less than or equal to 16777216"),
+        ("kivi:residual=16777217", "residual_length=16777217: expected less than or equal to 16777216"),
         ("kivi:bits=2,bits=4", "'bits=4' in 'kivi:bits=2,bits=4': this was given before"),
         ("kivi:value_bits=2,bits=4", "'bits=4' in 'kivi:value_bits=2,bits=4': this was given before"),
         ("kivi:group=32,group_size=64", "'group_size=64'"),

@@ -54,7 +54,7 @@ def test_the_standard_matrix_keeps_its_minima() -> None:
         ("specs: [full, 'kivi:bits=3']", r"specs\[1\]: key_bits=3: KIVI codes have 2, 4 or 8 bits"),
         (
             "specs: [full]\nmeasure: {score: {length: 10}}",
-            "measure.score.length: 10: Input should be greater than or equal to 64",
+            "measure.score.length: 10: expected greater than or equal to 64",
         ),
         (
             "specs: [full]\nprompt_sets: [{source: a.jsonl}]",
@@ -62,8 +62,12 @@ def test_the_standard_matrix_keeps_its_minima() -> None:
         ),
         (
             "specs: [full]\nthresholds: {full: {flip_rate: 2}}",
-            "thresholds.full.flip_rate: 2: Input should be less than or equal",
+            "thresholds.full.flip_rate: 2: expected less than or equal",
         ),
+        ("specs: [full]\nmodels: [embedded, embedded]", "models: 'embedded' is there twice"),
+        ("specs: [full]\nname: a\nname: b", "not YAML: 'name' is there twice in .* line 3"),
+        ("specs: [full]\nmeasure: {deadline_s: .inf}", "measure.deadline_s: inf: expected a finite number"),
+        (f"specs: [full]\nmodels: [{{dtype: {90 * 'x'}}}]", r"models\[0\].dtype: 'x{76}\.\.\.: expected 'auto', 'stored'"),
     ],
 )
 def test_a_wrong_file_is_one_sentence_with_file_and_field(tmp_path: Path, text: str, message: str) -> None:

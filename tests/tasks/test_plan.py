@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kivi.backends import BackendError, available
 from kivi.measure.settings import MeasureSettings
-from kivi.spec import CacheSpec
+from kivi.spec import CacheSpec, SpecError
 from tasks.config import ModelConfig, NightlyConfig
 from tasks.plan import ModelIdentity, cell_key, code_version, plan, resolve_specs
 from tasks.prompts import PromptSet, digest
@@ -20,7 +20,7 @@ SETS = ({"source": "p.jsonl", "column": "text"}, {"source": "q.jsonl", "column":
 
 
 def identity(name: str = "embedded", **fields: Any) -> ModelIdentity:
-    known = {"revision": "v1", "weights_digest": "feed", "dtype": "float32", "chat_template": "", "digest": "beef"}
+    known = {"revision": "v1", "weights_digest": "feed", "dtype": "float32", "layers": 2, "chat_template": "", "digest": "beef"}
     return ModelIdentity(config=ModelConfig(name=name), **{**known, **fields})
 
 
@@ -45,6 +45,13 @@ def test_cells_are_the_product_of_models_prompt_sets_and_specs() -> None:
     assert [len(group) for group in planned.groups] == [3, 3, 3, 3]
     assert {cell.prompt_set for cell in planned.groups[1]} == {"q"}
     assert [group[0].settings.score.length for group in planned.groups] == [1024, 2048, 1024, 2048]
+
+
+def test_a_layer_that_a_model_lacks_is_an_error_before_anything_is_measured() -> None:
+    config = NightlyConfig(specs=({"kind": "kivi", "layers": {2: {"kind": "full"}}},), prompt_sets=SETS[:1])
+    assert plan(config, [prompts()], [identity(layers=3)]).cells
+    with pytest.raises(SpecError, match=r"layers\[2\]: the model has 2 layers, 0 to 1"):
+        plan(config, [prompts()], [identity(layers=3), identity(layers=2)])
 
 
 def test_auto_is_resolved_so_that_keys_and_names_hold_the_real_backend() -> None:
