@@ -137,3 +137,33 @@ def test_a_night_killed_at_random_moments_ends_equal_to_one_that_was_not(
     started = time.monotonic()
     assert starter.run(broken) == 0
     assert time.monotonic() - started < 30
+
+
+def test_ctrl_c_ends_a_night_with_a_sentence_and_the_next_goes_on(
+    prefect_server: None, tiny_matrix: dict[str, Any], tmp_path: Path
+) -> None:
+    matrix, mlruns = tmp_path / "tiny.yaml", tmp_path / "mlruns"
+    matrix.write_text(json.dumps(tiny_matrix))
+    environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "KIVI_CACHE_DIR": str(tmp_path / "cache")}
+    command = [
+        sys.executable,
+        "-c",
+        "from flows.cli import main; main()",
+        "nightly",
+        "--config",
+        str(matrix),
+        "--tracking-dir",
+        str(mlruns),
+    ]
+    night = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while not count(mlruns / "results") and night.poll() is None:
+        time.sleep(0.01)
+    night.send_signal(signal.SIGINT)
+    _, said = night.communicate(timeout=60)
+    assert night.returncode == 130, said
+    assert said.splitlines()[-1] == "kivi: interrupted; what is finished is kept, and the same command goes on from there"
+    assert "Traceback" not in said
+    before = finished(mlruns)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stderr
+    assert before.items() <= finished(mlruns).items(), "a finished cell was measured again"
