@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +16,7 @@ from flows.commands import MLRUNS, AsJson, TrackingDir, sentences
 
 if TYPE_CHECKING:
     from tasks.baseline import Marked
+    from tasks.tracking_store import TrackingStore
 
 app = typer.Typer(help="Choose and show the nights that a night is compared with.", no_args_is_help=True)
 
@@ -24,9 +28,8 @@ def set_(night: NightName = "last", tracking_dir: TrackingDir = MLRUNS, as_json:
     """Make a finished night the baseline, also one that failed: its changes are accepted. The next good night follows it."""
     with sentences():
         from tasks.baseline import set_baseline
-        from tasks.tracking_store import writer
 
-        with writer(tracking_dir) as store:
+        with _store(tracking_dir) as store:
             marked = set_baseline(store, night)
     _show([marked], as_json)
 
@@ -41,9 +44,8 @@ def pin(
     """Pin a finished night: every night is compared with it too, until another is pinned."""
     with sentences():
         from tasks.baseline import pin_baseline, unpin
-        from tasks.tracking_store import writer
 
-        with writer(tracking_dir) as store:
+        with _store(tracking_dir) as store:
             if remove:
                 unpin(store)
             marked = [] if remove else [pin_baseline(store, night)]
@@ -55,11 +57,23 @@ def show(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
     """Show the nights that a night is compared with now, and for how many cells."""
     with sentences():
         from tasks.baseline import marked_nights
-        from tasks.tracking_store import writer
 
-        with writer(tracking_dir) as store:
+        with _store(tracking_dir) as store:
             marked = marked_nights(store)
     _show(marked, as_json)
+
+
+@contextmanager
+def _store(tracking_dir: Path) -> Iterator[TrackingStore]:
+    """Open a store that is there: a folder's name that was mistyped makes no new one."""
+    from tasks.backup import require_store
+    from tasks.exchange import between_machines
+    from tasks.tracking_store import writer
+
+    if not between_machines():
+        require_store(tracking_dir)
+    with writer(tracking_dir) as store:
+        yield store
 
 
 def _show(marked: list[Marked], as_json: bool) -> None:

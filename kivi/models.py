@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,7 @@ def check_model(name: str = EMBEDDED, revision: str | None = None) -> None:
     Raises:
         ModelError: it cannot; one sentence says why and what to do.
     """
+    _require_cache_dir()
     if name == EMBEDDED:
         _check_embedded(revision)
     elif Path(name).is_dir():
@@ -129,6 +131,18 @@ def check_model(name: str = EMBEDDED, revision: str | None = None) -> None:
         )
     else:
         _check_hub(name, revision)
+
+
+def _require_cache_dir() -> None:
+    """Make the project's cache folder, where models and digests are kept."""
+    folder = embedded.cache_dir()
+    remedy = "set KIVI_CACHE_DIR to a folder that can be written"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{folder}: {error.strerror}; {remedy}") from None
+    if not os.access(folder, os.W_OK):
+        raise ModelError(f"{folder}: cannot be written; {remedy}")
 
 
 def weights_digest(folder: Path) -> str:

@@ -143,7 +143,9 @@ def find_night(store: TrackingStore, night: str) -> Run:
     nights = find_nights(store)
     found = nights[:1] if night == "last" else [run for run in nights if night in _names(run)]
     if not found:
-        known = ", ".join(run.info.run_name for run in nights[:5]) or "none"
+        known = ", ".join(run.info.run_name for run in nights[:5])
+        if not known:
+            raise BaselineError(f"{night!r}: no night was logged here yet; `kivi nightly` makes one")
         raise BaselineError(f"{night!r}: no such night; the newest are {known}: give a run id, its scheduled start or last")
     if len(found) > 1:
         which = ", ".join(f"{run.info.run_name} ({run.info.run_id})" for run in found)

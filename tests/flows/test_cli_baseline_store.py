@@ -53,6 +53,14 @@ def test_no_such_night_is_one_sentence_and_exit_code_2(imported):
     assert done.stderr.startswith("kivi: '1999-01-01': no such night; the newest are import 2026-11-29 02:00 UTC")
 
 
+@pytest.mark.parametrize("command", [("baseline", "show"), ("baseline", "pin"), ("store", "prune")])
+def test_a_folder_without_a_store_is_one_sentence_and_stays_as_it_is(tmp_path, command):
+    done = call(*command, "--tracking-dir", tmp_path / "mistyped")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.endswith("no mlflow.db in it: give a store's --tracking-dir; `kivi nightly` makes one\n")
+    assert not (tmp_path / "mistyped").exists()
+
+
 def test_a_backup_is_restored_and_goes_on_being_used(imported, tmp_path):
     done = call("store", "backup", "--tracking-dir", imported, "--to", tmp_path / "kept", "--json")
     assert done.exit_code == 0, done.output

@@ -288,3 +288,10 @@ def test_the_digest_follows_the_weights_and_is_remembered(
     mx.save_safetensors(str(folder / "model.safetensors"), {"a": mx.ones((4,))})
     assert weights_digest(folder) != first
     assert hashed == ["again"]
+
+
+def test_a_cache_folder_that_cannot_be_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KIVI_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"file: File exists; set KIVI_CACHE_DIR to a folder that can be written"):
+        check_model("embedded")
