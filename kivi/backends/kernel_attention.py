@@ -9,11 +9,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from kivi.backends import BackendError, History, Packed
-from kivi.backends.kernel import SIMD_WIDTH, Configuration, Grid, Kernel, Setting, Target, constant, launch
+from kivi.backends.kernel import SHARED_LIMIT, SIMD_WIDTH, Configuration, Grid, Kernel, Setting, Target, constant, launch
 from kivi.quantize import padded_length
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
 TENSOR_TILE_TOKENS = 256  # tokens that a SIMD group takes at a time in the tensor-core body
+RUN = 8  # channels of an exact token that a lane takes
 THREADS = 128
 QUERY_TILES = (1, 2, 4)  # queries that a threadgroup may take; more would not leave registers for a tile's codes
 WANTED_GROUPS = 512  # threadgroups that fill a large GPU; fewer heads get more splits
@@ -26,17 +27,20 @@ HISTORY_INPUTS = (
 )
 ATTENTION = Kernel(
     "attention",
-    ("queries", *HISTORY_INPUTS, "mask", "counts", "layout", "factor"),
+    ("queries", *HISTORY_INPUTS, "mask", "counts", "factor", "sink_logits", "layout"),
     ("split_out", "split_sums"),
     THREADS,
-    ("lanes.h", "attention.h"),
+    ("lanes.h", "channels.h", "attention.h"),
 )
-MERGE = Kernel(
-    "attention_merge",
-    ("split_out", "split_sums", "sink_logits", "layout"),
-    ("out",),
-    256,
-    ("lanes.h", "attention.h"),
+# Few rows have many splits each, and a GPU to themselves: more SIMD groups then have more loads under way.
+FEW_ROWS = 256
+MERGE, MERGE_FEW = (
+    Kernel(
+        *("attention_merge", ("split_out", "split_sums", "sink_logits", "layout"), ("out",)),
+        threads,
+        ("lanes.h", "attention.h"),
+    )
+    for threads in (128, 1024)
 )
 
 
@@ -91,30 +95,33 @@ class Shapes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of attention: its shapes, and its arrays in the kernels' order up to ``counts``."""
+    """One call of attention: its shapes, and its arrays in the kernels' order up to ``factor``."""
 
     shapes: Shapes
     arrays: list[mx.array]
-    factor: mx.array
 
 
 class Split(NamedTuple):
-    """How attention's work is cut: queries a threadgroup, tiles of queries, splits of the tokens."""
+    """How attention's work is cut: queries a threadgroup, tiles of queries, splits of the tokens.
+
+    ``lone``: there are as many rows as fill a GPU, so that tokens are never split, however many there are.
+    """
 
     query_tile: int
     query_tiles: int
     splits: int
+    lone: bool
 
 
 class Plan(NamedTuple):
-    """The two launches of attention, configured: the grid over heads and splits, and the merge of the splits."""
+    """The launches of attention, configured: the grid over heads and splits, and the merge of the splits if there are some."""
 
     settings: Configuration
+    merge: Kernel | None
     merging: Configuration
     layout: Layout
     groups: Grid
     parts: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
-    rows: int
     out: tuple[tuple[int, ...], mx.Dtype]
 
 
@@ -136,11 +143,12 @@ def decode_attention(
 def attend(target: Target, kernel: Kernel, call: Call, plan: Plan, sinks: mx.array | None) -> mx.array:
     """Run ``kernel`` over heads, tiles of queries and splits, and merge the splits into ``[B, H_q, L, D_v]``."""
     layout = constant(plan.layout, mx.int32)
-    inputs = [*call.arrays, layout, call.factor]
-    parts = launch(target, kernel, plan.settings, inputs, groups=plan.groups, outputs=plan.parts)
     logits = constant((0.0,), mx.float32) if sinks is None else sinks.astype(mx.float32)
-    inputs = [*parts, logits, layout]
-    return launch(target, MERGE, plan.merging, inputs, groups=(plan.rows, 1, 1), outputs=(plan.out,))[0]
+    parts = launch(target, kernel, plan.settings, [*call.arrays, logits, layout], groups=plan.groups, outputs=plan.parts)
+    if plan.merge is None:
+        return parts[0]
+    groups = (math.prod(plan.out[0][:3]), 1, 1)
+    return launch(target, plan.merge, plan.merging, [*parts, logits, layout], groups=groups, outputs=(plan.out,))[0]
 
 
 def describe(
@@ -176,8 +184,8 @@ def describe(
         count_stride=count_stride,
         sink_logits=sinks is not None,
     )
-    arrays = [queries, *history_arrays(history), mask_array, counts]
-    return Call(shapes, arrays, constant((scale * LOG2_E,), mx.float32))
+    factor = constant((scale * LOG2_E,), mx.float32)
+    return Call(shapes, [queries, *history_arrays(history), mask_array, counts, factor])
 
 
 @lru_cache(maxsize=1024)
@@ -194,13 +202,14 @@ def cut(shapes: Shapes, tiles: int, query_tiles: tuple[int, ...], wanted: int) -
     """
     query_tile = next((tile for tile in query_tiles if tile >= shapes.rows), query_tiles[-1])
     tiles_of_queries = -(-shapes.rows // query_tile)
-    splits = min(max(wanted // (shapes.batch * shapes.heads * tiles_of_queries), 1), max(tiles, 1), MOST_SPLITS)
-    return Split(query_tile, tiles_of_queries, splits)
+    most = max(wanted // (shapes.batch * shapes.heads * tiles_of_queries), 1)
+    return Split(query_tile, tiles_of_queries, splits=min(most, max(tiles, 1), MOST_SPLITS), lone=most == 1)
 
 
 def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str, Setting]) -> Plan:
     """Return the launches for a split of which those from ``tensor_from`` on are the tensor-core body's."""
     value_columns = shapes.value_padded * shapes.value_bits // 32
+    key_lanes = next(lanes for lanes in (8, 16, 32) if lanes * RUN >= shapes.key_channels or lanes == SIMD_WIDTH)
     layout = Layout(
         *(shapes.rows, shapes.length, shapes.heads, split.splits),
         *(shapes.code_room, shapes.sink_room, shapes.window_room, int(shapes.causal)),
@@ -219,27 +228,39 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
         "KEY_COLUMNS": TILE_TOKENS * shapes.key_bits // 32,
         "VALUE_COLUMNS": value_columns,
         "VALUE_SLICES": max(THREADS // value_columns, 1),
-        "EXACT_COLUMNS": -(-shapes.value_padded // THREADS),
+        "KEY_LANES": key_lanes,
+        "KEY_STRIDES": -(-shapes.key_channels // (key_lanes * RUN)),
         "MASKED": int(shapes.mask_strides is not None),
         "SKIPPED_TILE": TENSOR_TILE_TOKENS,
         "QUERY_TILE": split.query_tile,
+        "LONE_SPLIT": int(split.lone),
+        "OUT_ELEMENT": shapes.dtype if split.lone else mx.float32,
+        "SINK_LOGITS": int(shapes.sink_logits),
     }
+    out = ((shapes.batch, shapes.query_heads, shapes.length, shapes.value_channels), shapes.dtype)
+    rows = shapes.batch * shapes.query_heads * shapes.length
+    merge = _merge(rows, shapes.value_channels)
     merging: dict[str, Setting] = {
         "ELEMENT": shapes.dtype,
         "VALUE_CHANNELS": shapes.value_channels,
         "SINK_LOGITS": int(shapes.sink_logits),
-        "SIMDS": MERGE.threads // SIMD_WIDTH,
+        "SIMDS": merge.threads // SIMD_WIDTH,
     }
-    rows = shapes.batch * shapes.query_heads * shapes.length
+    split_out = ((rows, split.splits, shapes.value_channels), mx.float32)
     return Plan(
         settings=tuple((attention | settings).items()),
+        merge=None if split.lone else merge,
         merging=tuple(merging.items()),
         layout=layout,
         groups=(split.splits, split.query_tiles, shapes.batch * shapes.heads),
-        parts=(((rows, split.splits, shapes.value_channels), mx.float32), ((rows, split.splits, 2), mx.float32)),
-        rows=rows,
-        out=((shapes.batch, shapes.query_heads, shapes.length, shapes.value_channels), shapes.dtype),
+        parts=(out if split.lone else split_out, ((rows, split.splits, 2), mx.float32)),
+        out=out,
     )
+
+
+def _merge(rows: int, channels: int) -> Kernel:
+    shared = MERGE_FEW.threads // SIMD_WIDTH * channels * mx.float32.size
+    return MERGE_FEW if rows <= FEW_ROWS and shared <= SHARED_LIMIT else MERGE
 
 
 def history_arrays(history: History) -> list[mx.array]:

@@ -14,7 +14,7 @@ from kivi.quantize import WORD_BITS, padded_length
 TILE_TOKENS = 128  # tokens that a threadgroup takes
 RUN = 8  # channels that a thread takes
 
-RESTORE = Kernel("restore", (*HISTORY_INPUTS, "counts", "layout"), ("keys", "values"), 128, ("restore.h",))
+RESTORE = Kernel("restore", (*HISTORY_INPUTS, "counts", "layout"), ("keys", "values"), 128, ("channels.h", "restore.h"))
 
 
 class Layout(NamedTuple):

@@ -28,20 +28,30 @@ MOST_CHANNELS = 128  # a row of words is held in registers
 QUERY_TILES = (1, 2)
 MANTISSA_BITS = 10  # of float16: codes within them need no shift
 SIMDS = 4  # SIMD groups a threadgroup
+LEAST_CODES = 3 * TENSOR_TILE_TOKENS  # with fewer, most SIMD groups of a threadgroup would have no tile
 WANTED_GROUPS = 4096  # threadgroups of work at most: a few waves, so that none waits long for the last
 
 TENSOR = Kernel(
     "attention_tensor",
-    ("queries", *HISTORY_INPUTS, "mask", "counts", "layout", "factor"),
+    ("queries", *HISTORY_INPUTS, "mask", "counts", "factor", "sink_logits", "layout"),
     ("split_out", "split_sums"),
     SIMDS * 32,
-    ("lanes.h", "attention.h", "tensor_{prelude}"),
+    ("lanes.h", "channels.h", "attention.h", "tensor_{prelude}"),
     before="attention",
 )
 
 
 class TensorBackend(KernelBackend):
-    """A kernel backend whose attention uses tensor cores where they fit: 16-bit queries and parameters, up to 128 channels."""
+    """A kernel backend whose attention uses tensor cores where they fit: 16-bit queries and parameters, up to 128 channels.
+
+    Args:
+        target: Where the kernels run.
+        least_codes: Capacity of codes, in tokens, from which tensor cores are used.
+    """
+
+    def __init__(self, target: Target, least_codes: int = LEAST_CODES) -> None:
+        super().__init__(target)
+        self.least_codes = least_codes
 
     def decode_attention(
         self,
@@ -53,12 +63,12 @@ class TensorBackend(KernelBackend):
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        attention = decode_attention if fits(queries, history) else kernel_attention.decode_attention
+        attention = decode_attention if fits(queries, history, self.least_codes) else kernel_attention.decode_attention
         return attention(self.target, queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
 
 
-def fits(queries: mx.array, history: History) -> bool:
-    """Return whether the tensor-core body takes the shapes and dtypes; lengths do not matter.
+def fits(queries: mx.array, history: History, least_codes: int) -> bool:
+    """Return whether the tensor-core body takes the shapes and dtypes, and has enough to do.
 
     It rounds folded scales and weights to float16, which float32 queries would see.
     """
@@ -66,7 +76,7 @@ def fits(queries: mx.array, history: History) -> bool:
         return False
     key_channels, value_channels = queries.shape[-1], padded_length(history.window_values.shape[-1], history.group_size)
     room = history.keys.scale.shape[-1] * history.group_size
-    return key_channels % 16 == 0 and max(key_channels, value_channels) <= MOST_CHANNELS and room >= TENSOR_TILE_TOKENS
+    return key_channels % 16 == 0 and max(key_channels, value_channels) <= MOST_CHANNELS and room >= least_codes
 
 
 def decode_attention(
@@ -98,4 +108,4 @@ def _plan(shapes: Shapes) -> Plan:
         "VALUE_TILES": -(-coded.query_tile // 2),  # two queries share a matrix's columns
         "SKIPS": 1,
     }
-    return configure(shapes, coded._replace(splits=rest + coded.splits), rest, settings)
+    return configure(shapes, coded._replace(splits=rest + coded.splits, lone=False), rest, settings)

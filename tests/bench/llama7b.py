@@ -4,9 +4,13 @@
 
 KIVI (arXiv:2402.02750, section 4.3) generates 338 tokens from prompts of 160 on Llama-2-7B. Speed and memory do not depend
 on what the weights are, so they are random, in float16. Every row is a whole run: one batch of equal prompts prefilled in
-calls of bounded size, then one token a step, greedily, fed back. Batches grow until MLX is out of memory; the last rows
-halve the step between the largest that ran and the smallest that did not. Each cache runs in a process of its own, so that
-a failure ends that cache and nothing else. Rows with ``--context 4096`` decode fewer steps and say how many.
+calls of bounded size, then one token a step, greedily, fed back; as in mlx-lm's generation, a step is built while the device
+runs the one before. Batches grow until MLX is out of memory; the last rows halve the step between the largest that ran and
+the smallest that did not. Each cache runs in a process of its own, so that a failure ends that cache and nothing else. Rows
+with ``--context 4096`` decode fewer steps and say how many.
+
+During prefill MLX's memory limit may be lowered, for all caches alike: with more in use, MLX waits for what runs before it
+starts more, so that what each layer needs for a moment does not add up.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +52,44 @@ def build(shape: str) -> llama.Model:
     return model
 
 
-def run(model: llama.Model, spec: CacheSpec, batch: int, context: int, steps: int) -> dict[str, Any]:
+def run(
+    model: llama.Model,
+    spec: CacheSpec,
+    batch: int,
+    context: int,
+    steps: int,
+    *,
+    call_tokens: int = CALL_TOKENS,
+    prefill_limit: float | None = None,
+) -> dict[str, Any]:
     """Prefill ``batch`` prompts of ``context`` tokens and decode ``steps`` tokens; return speeds and bytes."""
     mx.clear_cache()
     mx.reset_peak_memory()
     caches = make_prompt_cache(model, spec)
     prompts = mx.random.randint(0, 32_000, (batch, context))
     started = time.perf_counter()
-    call = max(1, CALL_TOKENS // batch)
-    for start in range(0, context, call):
-        hidden = model.model(prompts[:, start : start + call], cache=caches)
-        mx.eval([hidden, *(cache.state for cache in caches)])
+    call = max(1, call_tokens // batch)
+    with memory_limit(prefill_limit):
+        for start in range(0, context, call):
+            hidden = model.model(prompts[:, start : start + call], cache=caches)
+            mx.eval([hidden, *(cache.state for cache in caches)])
     token = mx.argmax(model.lm_head(hidden[:, -1:]), axis=-1)
     mx.eval(token)
     prefilled = time.perf_counter()
     prefill_peak = mx.get_peak_memory()
     mx.reset_peak_memory()
     step_seconds = []
+    before = prefilled
     for _ in range(steps):
-        before = time.perf_counter()
-        token = mx.argmax(model.lm_head(model.model(token, cache=caches)), axis=-1)
+        following = mx.argmax(model.lm_head(model.model(token, cache=caches)), axis=-1)
+        mx.async_eval(following)
         mx.eval(token)
-        step_seconds.append(time.perf_counter() - before)
-    decode_s = sum(step_seconds)
+        token = following
+        now = time.perf_counter()
+        step_seconds.append(now - before)
+        before = now
+    mx.eval(token)
+    decode_s = time.perf_counter() - prefilled
     return {
         "cache": spec.slug,
         "batch": batch,
@@ -86,16 +106,31 @@ def run(model: llama.Model, spec: CacheSpec, batch: int, context: int, steps: in
     }
 
 
+@contextmanager
+def memory_limit(gigabytes: float | None) -> Iterator[None]:
+    """Give MLX another memory limit while the block runs, if one is given."""
+    if gigabytes is None:
+        yield
+        return
+    own = mx.set_memory_limit(int(gigabytes * 1e9))
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(own)
+
+
 def sweep(model: llama.Model, spec: CacheSpec, options: argparse.Namespace) -> None:
     """Print a JSON line a run; raise the batch until memory ends, then close in on the largest that fits."""
-    run(model, spec, 1, options.context, WARM_UP_STEPS)  # compiles what the measured runs use
+    # Compiles what the measured runs use; the second half of the prompt attends to the first.
+    warm_up = options.batches[0]
+    run(model, spec, warm_up, options.context, WARM_UP_STEPS, call_tokens=warm_up * options.context // 2)
     fits, fails = 0, None
     queue = list(options.batches)
     halvings = options.halvings
     while queue:
         batch = queue.pop(0)
         try:
-            row = run(model, spec, batch, options.context, options.steps)
+            row = run(model, spec, batch, options.context, options.steps, prefill_limit=options.prefill_limit)
         except RuntimeError as error:
             row = {"cache": spec.slug, "batch": batch, "context": options.context, "failed": str(error)}
             fails, queue = batch, []
@@ -114,6 +149,9 @@ def main() -> None:
     options_of.add_argument("--steps", type=int, default=338)
     options_of.add_argument("--batches", type=int, nargs="+", default=[16, 64, 256, 512, 1024, 2048])
     options_of.add_argument("--halvings", type=int, default=2)
+    options_of.add_argument(
+        "--prefill-limit", type=float, help="GB in use from which MLX waits in prefill; its own if left out"
+    )
     options_of.add_argument("--seconds", type=float, default=240, help="limit of each cache's process")
     options_of.add_argument("--specs", nargs="+", default=SPECS)
     options_of.add_argument("--one", help=argparse.SUPPRESS)

@@ -12,6 +12,19 @@ FN float code_as_mantissa(uint word, int shift) {
 // exp2(x - maximum), 0 when nothing was seen yet.
 FN float weight_of(float x, float maximum) { return maximum == -INFINITY_F ? 0.0f : exp2_f(x - maximum); }
 
+// What an output that is not yet divided by its sum is multiplied by; `sink` is the logit of an attention sink or -infinity.
+// A query that sees nothing gets 0.
+FN float normaliser(float maximum, float sum, float sink) {
+  const float largest = max_f(maximum, sink), shrink = weight_of(maximum, largest);
+  const float whole = sum * shrink + weight_of(sink, largest);
+  return whole > 0.0f ? shrink / whole : whole == 0.0f ? 0.0f : NAN_F;
+}
+#if SINK_LOGITS
+#define SINK_LOGIT(query_head) (sink_logits[query_head] * 1.44269504f)
+#else
+#define SINK_LOGIT(query_head) (-INFINITY_F)
+#endif
+
 // Positions of the layout array, which describes a launch.
 #define QUERY_ROWS layout[0]     // queries of one KV head: query heads a KV head times L
 #define QUERIES layout[1]        // L

@@ -1,17 +1,4 @@
-// Rows of CHANNELS elements, eight at a time where they are aligned to eight.
-
-// Stores those of eight channels, from `channel` on, that a row has.
-template <int CHANNELS, typename E>
-FN void store_channels(DEVICE E* row, uint channel, const THREAD float* held) {
-  if (CHANNELS % 8 == 0) {
-    store8(row + channel, held);
-    return;
-  }
-  UNROLL
-  for (uint i = 0; i < 8; i++) {
-    if (channel + i < CHANNELS) row[channel + i] = E(held[i]);
-  }
-}
+// What restoring a history uses; rows have CHANNELS elements.
 
 // Copies neighbouring rows, or fills them with zeros, with all threads of the threadgroup.
 template <int CHANNELS, typename E>

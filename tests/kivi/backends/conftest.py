@@ -5,18 +5,26 @@ from __future__ import annotations
 import pytest
 
 from kivi.backends import Backend, available, resolve
+from kivi.backends.cuda import CudaTarget
+from kivi.backends.kernel_attention import TENSOR_TILE_TOKENS
 from kivi.backends.kernel_backend import KernelBackend
 from kivi.backends.kernel_host import HostTarget
 from kivi.backends.kernel_tensor import TensorBackend
 
 HOST = KernelBackend(HostTarget())
-HOST_BACKENDS = {"host": HOST, "host_tensor": TensorBackend(HOST.target)}
-RUN_HERE = [*HOST_BACKENDS, *[name for name in ("metal", "cuda") if available(name).ok]]
+# Tensor cores are used from the first tile on, so that short cases reach them.
+BACKENDS = {
+    "host": HOST,
+    "host_tensor": TensorBackend(HOST.target, TENSOR_TILE_TOKENS),
+    "cuda_tensor": TensorBackend(CudaTarget(), TENSOR_TILE_TOKENS),
+}
+ON_GPU = {"metal": ["metal"], "cuda": ["cuda", "cuda_tensor"]}
+RUN_HERE = ["host", "host_tensor", *[name for device, names in ON_GPU.items() if available(device).ok for name in names]]
 
 
 @pytest.fixture(params=RUN_HERE)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return HOST_BACKENDS.get(request.param) or resolve(request.param)
+    return BACKENDS.get(request.param) or resolve(request.param)
 
 
 @pytest.fixture

@@ -75,6 +75,24 @@ def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, monk
     assert largest_error(flat, reference(queries, exact, 0.125, causal=True), exact.values) < BOUND[case.dtype] / 8
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_lone_split_needs_no_merge(backend: Backend, with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many rows as fill a GPU the output is the result: normalised, with sinks, zeros where nothing is seen."""
+    monkeypatch.setattr(kernel_attention, "WANTED_GROUPS", 1)
+    kernel_attention._plan.cache_clear()
+    case = Case(heads=2, queries_a_head=3, length=2, sinks=32, codes=96, key_channels=72, value_channels=40)
+    queries, history, exact = build(case, seed=2)
+    logits = mx.random.normal((queries.shape[1],)) * 4 if with_sinks else None
+    arguments = {"scale": 0.125, "causal": True, "sinks": logits}
+    actual = backend.decode_attention(queries, history, mask=None, **arguments)
+    nothing = mx.zeros((1, 1, 1, exact.keys.shape[2]), mx.bool_)
+    blind = backend.decode_attention(queries, history, mask=nothing, **arguments)
+    kernel_attention._plan.cache_clear()
+    expected = reference(queries, exact, 0.125, causal=True, sinks=logits)
+    assert largest_error(actual, expected, exact.values) < BOUND[case.dtype]
+    assert mx.all(blind == 0).item()
+
+
 @pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long", "long_grouped"])
 def test_masks_and_sinks_are_applied(backend: Backend, name: str) -> None:
     case = CASES[name]

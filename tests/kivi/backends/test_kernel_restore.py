@@ -73,10 +73,12 @@ def test_rows_with_their_own_counts_end_in_the_last_column(backend: Backend) -> 
 
 
 def test_the_mlx_backend_restores_as_the_kernels_do() -> None:
-    for case in CASES.values():
-        assert_restores(mlx_backend.BACKEND, case)
-    case = Case(batch=3, codes=192, window=30, sinks=32)
-    assert_restores(mlx_backend.BACKEND, case, [(32, 192, 0, 30), (0, 0, 20, 30), (0, 0, 30, 30)], columns=254)
+    """On the CPU: on a GPU, MLX's own dequantising contracts products and sums, which shows with float32 parameters."""
+    with mx.stream(mx.cpu):
+        for case in CASES.values():
+            assert_restores(mlx_backend.BACKEND, case)
+        case = Case(batch=3, codes=192, window=30, sinks=32)
+        assert_restores(mlx_backend.BACKEND, case, [(32, 192, 0, 30), (0, 0, 20, 30), (0, 0, 30, 30)], columns=254)
 
 
 ANY_COUNTS = KernelBackend(HostTarget())
