@@ -142,6 +142,18 @@ def test_logging_again_changes_nothing(store, make_result, make_night):
             assert len(points) == len({step for step, _ in points}), name
 
 
+def test_a_night_takes_as_long_as_it_was_measured_however_often_it_is_logged(store, make_result, make_night):
+    night = make_night(make_result()).model_copy(update={"seconds": {"prepare": 100.0, "cells": 500.0}})
+    parent = log(store, night)
+    first = store.client.get_run(parent).info
+    assert 600_000 <= first.end_time - first.start_time < 700_000
+    again = night.model_copy(
+        update={"outcomes": tuple(outcome.model_copy(update={"reused": True}) for outcome in night.outcomes), "seconds": {}}
+    )
+    assert log(store, again) == parent
+    assert store.client.get_run(parent).info.end_time == first.end_time
+
+
 def test_refresh_makes_new_runs_and_tags_the_old(store, make_result, make_night):
     night = make_night(make_result())
     old = log(store, night)
