@@ -15,13 +15,15 @@ import pytest
 
 from flows.background import end_tree
 
+QUEUE = "m4"  # of one class of machine
 RUNS_OF_CELLS = {"flow_runs": {"tags": {"all_": ["part"]}}, "sort": "EXPECTED_START_TIME_DESC"}
 
 
 @pytest.fixture
 def second_worker(lab: Any, tmp_path: Path) -> Iterator[psutil.Process]:
-    """Another worker for cells, as another machine's would be."""
+    """Another worker for cells, as another machine's would be, which takes those of one queue."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "kivi-cells", "--name", "second", "--limit", "1"]
+    command += ["--work-queue", QUEUE]
     with (tmp_path / "second.log").open("w") as log:
         worker = subprocess.Popen(command, env=lab.environment, stdout=log, stderr=log, start_new_session=True)
         process = psutil.Process(worker.pid)
@@ -50,7 +52,8 @@ def test_a_night_ends_as_if_measured_here_though_a_worker_dies_half_way(
     store_contents: Callable[[Path], dict[str, Any]],
 ) -> None:
     tracking_dir = tmp_path / "mlruns"
-    parameters = {"config": {**tiny_matrix, "fan_out": "workers"}, "tracking_dir": str(tracking_dir)}
+    config = {**tiny_matrix, "fan_out": "workers", "queue": QUEUE}
+    parameters = {"config": config, "tracking_dir": str(tracking_dir)}
     night = lab.start("nightly/nightly", parameters)
 
     def taken() -> Any:
@@ -71,6 +74,7 @@ def test_a_night_ends_as_if_measured_here_though_a_worker_dies_half_way(
     assert {described["status"] for described in held["runs"].values()} == {"FINISHED"}
 
     before = len(parts(lab))
+    assert {part["work_queue_name"] for part in parts(lab)} == {QUEUE}
     again = lab.retry(night)
     assert again["state"]["type"] == "COMPLETED", again["state"]["message"]
     assert len(parts(lab)) == before, "what workers had measured was given to them again"
