@@ -2,12 +2,13 @@
 
     python tests/bench/equal_memory.py --out equal_memory.json
 
-One sequence of the longest length is scored once a spec, teacher-forced, packed caches on their codes: a position sees
-nothing that comes after it, so the first 1,024 positions of 4,096 are those of a sequence of 1,024. KL is the mean over *all*
-positions of a length, those included that see no quantised key yet, so that every spec is judged on the same positions.
-Bytes are those of live arrays, window, sinks, parameters and spare capacity included, in the dtype that was run: a layer's
-cache is filled with tokens of the model's shape and weighed. A family's curve holds the specs that no other of the family
-beats in both.
+One sequence of the longest length is scored once a spec, teacher-forced. Codes are dequantised for standard attention, which
+gives what attention on codes gives up to the noise of floats (`quality.kernel_kl_mean` of a night) in a fifth of the time on a
+CPU. A position sees nothing that comes after it, so the first 1,024 positions of 4,096 are those of a sequence of 1,024. KL is
+the mean over *all* positions of a length, those included that see no quantised key yet, so that every spec is judged on the
+same positions. Bytes are those of live arrays, window, sinks, parameters and spare capacity included, in the dtype that was
+run: a layer's cache is filled with tokens of the model's shape and weighed. A family's curve holds the specs that no other of
+the family beats in both.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from tasks.config import PromptSetConfig
 from tasks.prompts import load_prompt_set
 
 import mlx.core as mx  # isort: skip  (after kivi, which chooses the BLAS)
+from mlx_lm.models.cache import QuantizedKVCache
 
 SPECS = (
-    *(f"mlx-quantized:bits={bits},group=32" for bits in (2, 3, 4, 5, 6, 8)),
+    *(f"mlx-quantized:bits={bits},group=32" for bits in (2, 3, 4, 6, 8)),
     "kivi:bits=2,residual=0",
     "kivi:bits=2,residual=32",
     "kivi:bits=2,residual=32,sinks=32",
@@ -65,6 +67,24 @@ def main() -> None:
             report("equal_memory", options, {"model_dtype": model.dtype, "rows": rows, "curves": curves(rows)})
 
 
+class Dequantized:
+    """mlx-lm's quantised cache, which gives out what it holds as exact numbers."""
+
+    def __init__(self, cache: QuantizedKVCache) -> None:
+        self._cache = cache
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        rules = {"group_size": self._cache.group_size, "bits": self._cache.bits}
+        return [mx.dequantize(*packed, **rules) for packed in self._cache.update_and_fetch(keys, values)]
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cache.make_mask(*args, **kwargs)
+
+    @property
+    def offset(self) -> int:
+        return self._cache.offset
+
+
 def measure(
     model: LoadedModel,
     tokens: Sequence[Sequence[int]],
@@ -75,7 +95,8 @@ def measure(
     """Score one spec; return a row a length."""
     started = time.perf_counter()
     read = tokens[0][:-1]
-    arm, parts = Arm(model, spec), []
+    arm, parts = Arm(model, spec, control=True), []
+    arm.caches = [Dequantized(cache) if type(cache) is QuantizedKVCache else cache for cache in arm.caches]
     for (_, stop), full in zip(reference_blocks(len(read)), references.logits(model, read), strict=True):
         parts.append(np.array(divergence(full, arm.score(read, stop))))
     kl = np.concatenate(parts)
