@@ -85,7 +85,8 @@ class MLXBackend:
     def restore(self, history: History, *, columns: int, window_start: int | mx.array = 0) -> tuple[mx.array, mx.array]:
         """Return a history as exact numbers; see :meth:`kivi.backends.Backend.restore`.
 
-        Counts in arrays are waited for.
+        Counts in arrays are waited for. Equal to the definition bit for bit on a CPU; on a GPU MLX contracts product and sum,
+        which shows with float32 parameters.
         """
         counts = (history.sink_count, history.code_count, window_start, history.window_count)
         numbers = [count for count in counts if isinstance(count, int)]
