@@ -24,6 +24,7 @@ from tasks.config import Config
 from tasks.escape import markdown, visible
 from tasks.figures import depth_figure, panel_title, pareto_figure, step_figure
 from tasks.gate import Verdict
+from tasks.kernel_parity import PARITY_LEGEND, parity_lines
 from tasks.night import Night
 from tasks.table import ANSWERS_LEGEND, HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
 
@@ -89,6 +90,8 @@ def build_report(
         "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
         "links": linked,
         "address": f"{places.UI_ADDRESS}/",
+        "parity": parity_lines(night),
+        "parity_legend": PARITY_LEGEND,
         "facts": _facts(night),
         "total": sum(night.seconds.values()),
         "samples": SAMPLES,

@@ -131,6 +131,18 @@ def test_what_was_skipped_covered_and_used_is_said(make_result, make_night):
             assert part in text, part
 
 
+def test_the_kernels_share_of_the_error_is_said_and_what_did_not_run(make_result, make_night):
+    result = make_result()
+    quality = result.quality.model_copy(update={"control_kl_mean": 0.0035, "kernel_kl_mean": 4.2e-6})
+    night = make_night(make_result("full"), result.model_copy(update={"quality": quality}))
+    report = make_report(night)
+    for text in (Page(report.html).text, report.markdown.replace("\\", "")):
+        assert "the quantiser's KL is 0.0035 nats, attention on codes is 4.2e-06 nats from it" in text
+        assert text.count("the quantiser's KL is") == 1
+        assert "metal: not run in this night" in text
+        assert "mlx: not run" not in text
+
+
 def test_links_go_to_the_runs(make_result, make_night):
     report = make_report(make_night(make_result()), experiment_id="1", parent_id="p", cell_ids=["c", "d"])
     links = [attributes["href"] for tag, attributes in Page(report.html).tags if tag == "a"]
