@@ -9,8 +9,8 @@ from kivi.measure.results import CellResult
 from tasks.night import Night
 
 PARITY_LEGEND = (
-    "Each packed cache is scored twice on the same codes: dequantised for standard attention, which shows the "
-    "quantiser's error, and attended on its codes, whose distance from that is the kernels'. `kivi compare` compares backends bit for bit."
+    "Each packed cache is scored twice on the same codes: dequantised for standard attention, which shows the quantiser's "
+    "error, and attended on its codes, whose distance from that is the kernels'. `kivi compare` compares backends bit for bit."
 )
 
 
