@@ -32,6 +32,7 @@ from kivi.measure.results import CellResult
 from kivi.measure.throughput import measure_throughput
 from kivi.models import LoadedModel, load_model
 from tasks.accelerator import accelerator
+from tasks.accelerator_slot import shown_in_prefect
 from tasks.config import ModelConfig
 from tasks.plan import Cell, content_hash
 from tasks.prompts import PromptSet
@@ -207,7 +208,7 @@ def holding(label: str) -> Iterator[None]:
         CellError: whatever stopped what was done meanwhile; a person must read which measurement it was.
     """
     try:
-        with accelerator(label, log=_logger().info):
+        with accelerator(label, log=_logger().info), shown_in_prefect(_logger().warning):
             yield
     except Exception as error:
         raise CellError(f"{label}: {redact(str(error)) or type(error).__name__}") from error
