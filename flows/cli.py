@@ -33,6 +33,23 @@ Refresh = Annotated[bool, typer.Option("--refresh", help="Measure anew what was 
 Config = Annotated[Path | None, typer.Option("--config", help="Matrix to run, a YAML file; the standard one by default.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"kivi {version('kivi-mlx')}")  # noqa: T201  the result
+        raise typer.Exit
+
+
+@app.callback()
+def kivi(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options that come before a command."""
+
+
 @app.command()
 def nightly(
     config: Config = None, refresh: Refresh = False, tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False

@@ -25,7 +25,7 @@ from tasks.tracking_store import EXPERIMENT
 
 STYLES = {"pass": "green", "good": "green", "marginal": "yellow", "fail": "red", "failed": "red", "bad": "red"}
 NARROW = 100  # columns below which the table keeps only what fits
-NARROW_COLUMNS = ("cache", "verdict", "compression", "kl", "flips", "on")
+NARROW_COLUMNS = ("cache", "verdict", "compression", "kl", "tier", "flips", "on")
 DEFAULT_TRACKING_DIR = Path("mlruns")
 
 
@@ -135,8 +135,10 @@ def show(console: Console, result: NightResult, tracking_dir: Path) -> None:
         console.print(Text(f"skipped {visible(skipped.what)}: {visible(skipped.why)}"), soft_wrap=True)
     spent = ", ".join(f"{part} {show_seconds(seconds)}" for part, seconds in night.seconds.items())
     reused = sum(outcome.reused for outcome in night.outcomes)
-    found = f"; {reused} of {len(night.outcomes)} cells were measured earlier" if reused else ""
-    console.print(Text(f"took {spent}{found}"), soft_wrap=True)
+    found = f"{reused} of {len(night.outcomes)} cells were measured earlier" if reused else ""
+    said = "; ".join(part for part in (f"took {spent}" if spent else "", found) if part)
+    if said:
+        console.print(Text(said), soft_wrap=True)
     console.print(Text(verdict.headline, style="bold green" if verdict.passed else "bold red"))
     for reason in verdict.reasons:
         console.print(Text(f"  {visible(reason)}"), soft_wrap=True)

@@ -90,6 +90,9 @@ class KIVICache:
         self._codes = CodeStore(key_bits=spec.key_bits, value_bits=spec.value_bits, group_size=spec.group_size)
         self._window = ExactStore(spec.residual_length + spec.group_size)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec.slug}, offset={self.offset})"
+
     @property
     def backend(self) -> Backend:
         """Who runs the kernels."""

@@ -99,6 +99,14 @@ class CacheSpec(BaseModel):
         description="what single layers do differently; negative indices count from the last layer",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_short_names(cls, fields: Any) -> Any:
+        short = next((name for name in SHORT_NAMES if isinstance(fields, dict) and name in fields), None)
+        if short is not None:
+            raise ValueError(f"{short} is short for {' and '.join(SHORT_NAMES[short])}, in CacheSpec.parse only")
+        return fields
+
     @field_validator("param_dtype", mode="before")
     @classmethod
     def _no_bfloat16(cls, dtype: Any) -> Any:
@@ -257,7 +265,7 @@ def _first_sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{where}: no such option; known are {', '.join(CacheSpec.model_fields)}"
+        return f"{where}: no such option; known are {', '.join([*SHORT_NAMES, *CacheSpec.model_fields])}"
     return f"{where}={reason(first)}" if where else reason(first)
 
 

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kivi.measure: {error}", file=sys.stderr)  # noqa: T201  the command's answer
         return 2 if isinstance(error, REFUSALS) else 1
     options.out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    print(f"kivi.measure: wrote {options.out}", file=sys.stderr)  # noqa: T201  the command's answer
     return 0 if result.audit.passed else 1
 
 

@@ -169,11 +169,17 @@ def _provenance(
         layers_quantized=len(arm.layers),
         layers_kept=arm.kept,
         coverage_note=(
-            f"{figures.positions} of {settings.score.sequences * settings.score.length} scored positions see a quantised key "
-            f"({figures.coverage:.0%}), in {figures.sequences} sequences of {settings.score.length} tokens; "
+            f"{_covered(arm, figures, settings)}, in {figures.sequences} sequences of {settings.score.length} tokens; "
             f"{generated.continuations} continuations of {generated.steps} tokens at a context of {generated.context}"
         ),
     )
+
+
+def _covered(arm: Arm, figures: Quality, settings: MeasureSettings) -> str:
+    if not arm.layers:
+        return f"all {figures.positions} scored positions, none of which sees a quantised key"
+    scored = settings.score.sequences * settings.score.length
+    return f"{figures.positions} of {scored} scored positions see a quantised key ({figures.coverage:.0%})"
 
 
 def _backend(spec: CacheSpec) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from importlib import metadata
 
 import pytest
 from typer.testing import CliRunner
@@ -102,6 +103,11 @@ def test_a_sentence_moves_no_cursor(matrix):
     done = call("nightly", "--config", matrix('specs: [full]\nmodels: ["\\e[2J"]'))
     assert done.exit_code == 2
     assert "\x1b" not in done.stderr
+
+
+def test_the_version_is_that_of_the_package():
+    done = call("--version")
+    assert (done.exit_code, done.stdout) == (0, f"kivi {metadata.version('kivi-mlx')}\n")
 
 
 def test_help_and_a_bad_path_need_nothing_slow():

@@ -265,6 +265,10 @@ def test_a_state_that_lost_tokens_is_refused():
         KIVICache.from_state({**state, **lost})
 
 
+def test_a_cache_says_what_it_is():
+    assert repr(KIVICache(CacheSpec(backend="mlx"))) == "KIVICache(kivi-k2v2-g32-r128-mlx, offset=0)"
+
+
 def test_a_state_that_lacks_something_says_what():
     state = KIVICache(CacheSpec(backend="mlx")).state
     del state["offset"]

@@ -7,6 +7,13 @@ import pytest
 from kivi.spec import CacheSpec, SpecError
 
 
+def test_short_names_are_for_text_and_the_message_has_the_long_ones():
+    with pytest.raises(ValueError, match=r"bits is short for key_bits and value_bits, in CacheSpec\.parse only"):
+        CacheSpec(bits=4)
+    with pytest.raises(SpecError, match="bit: no such option; known are bits, group, residual, sinks, params, kind, key_bits"):
+        CacheSpec.parse("kivi:bit=4")
+
+
 @pytest.mark.parametrize(
     ("text", "slug"),
     [
