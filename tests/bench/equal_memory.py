@@ -43,10 +43,12 @@ SPECS = (
     "kivi:bits=2,residual=0",
     "kivi:bits=2,residual=32",
     "kivi:bits=2,residual=32,sinks=32",
+    "kivi:key_bits=4,value_bits=2,residual=0,sinks=32",
     "kivi:key_bits=4,value_bits=2,residual=32,sinks=32",
     "kivi:key_bits=4,value_bits=2,residual=128,sinks=32",
     "kivi:bits=4,residual=32,sinks=32",
     "kivi:key_bits=8,value_bits=4,residual=32,sinks=32",
+    "kivi:bits=8,residual=0,group=64",
     "kivi:bits=8,residual=32",
 )
 
