@@ -104,17 +104,11 @@ def _read(kind: type[Loaded], fields: dict[str, Any], settings: Path | None) -> 
     Raises:
         ConfigError: the file cannot be read, or a field cannot be used.
     """
-    import yaml
     from pydantic import TypeAdapter, ValidationError
 
-    from tasks.config import ConfigError, first_sentence
+    from tasks.config import ConfigError, first_sentence, read_fields
 
-    try:
-        further = yaml.safe_load(settings.read_text(encoding="utf-8")) if settings else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{settings}: cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(further, dict):
-        raise ConfigError(f"{settings}: expected a mapping of fields, got {type(further).__name__}")
+    further = read_fields(settings) if settings else {}
     try:
         return TypeAdapter(kind).validate_python({**further, **fields})
     except ValidationError as error:

@@ -6,12 +6,14 @@ outlives a crashed holder by up to a minute, and a server that is restarted may 
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectException
@@ -19,12 +21,18 @@ from prefect.settings import PREFECT_API_URL
 
 LEASE_S = 60.0  # the shortest that Prefect's server takes
 TIMEOUT_S = 5.0
-NOT_SHOWN = (TimeoutError, httpx.HTTPError, PrefectException, RuntimeError)
+NOT_SHOWN = (TimeoutError, httpx.HTTPError, ConcurrencySlotAcquisitionError, PrefectException, RuntimeError)
 
 
 def limit_name() -> str:
     """Return the name of this host's limit."""
     return f"accelerator-{platform.node()}"
+
+
+@functools.cache
+def _make_limit(api: str) -> None:  # noqa: ARG001  once a server
+    with get_client(sync_client=True) as client:
+        client.upsert_global_concurrency_limit_by_name(limit_name(), 1)
 
 
 @contextmanager
@@ -34,13 +42,13 @@ def shown_in_prefect(log: Callable[[str], None]) -> Iterator[None]:
     Args:
         log: Told when Prefect cannot show it; the block runs all the same.
     """
-    if TaskRunContext.get() is None or not PREFECT_API_URL.value():
+    api = PREFECT_API_URL.value()
+    if TaskRunContext.get() is None or not api:
         yield
         return
     slot = ExitStack()
     try:
-        with get_client(sync_client=True) as client:
-            client.upsert_global_concurrency_limit_by_name(limit_name(), 1)
+        _make_limit(api)
         slot.enter_context(
             concurrency(limit_name(), timeout_seconds=TIMEOUT_S, lease_duration=LEASE_S, raise_on_lease_renewal_failure=False)
         )

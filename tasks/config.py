@@ -253,7 +253,19 @@ def load_config(path: Path | str) -> NightlyConfig:
     Raises:
         ConfigError: the file is missing, is not YAML, or has a field that cannot be used.
     """
-    path = Path(path)
+    fields = read_fields(Path(path), expected="a mapping with models, prompt_sets and specs")
+    try:
+        return NightlyConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_sentence(error)}") from None
+
+
+def read_fields(path: Path, *, expected: str = "a mapping of fields") -> dict[str, Any]:
+    """Read fields from a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, has a key twice, or holds something else than ``expected`` says.
+    """
     try:
         fields = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  a safe loader
     except (OSError, UnicodeDecodeError) as error:
@@ -261,11 +273,8 @@ def load_config(path: Path | str) -> NightlyConfig:
     except (yaml.YAMLError, RecursionError) as error:  # the parser recurses into brackets
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: expected a mapping with models, prompt_sets and specs, got {type(fields).__name__}")
-    try:
-        return NightlyConfig.model_validate(fields)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {first_sentence(error)}") from None
+        raise ConfigError(f"{path}: expected {expected}, got {type(fields).__name__}")
+    return fields
 
 
 def first_sentence(error: ValidationError) -> str:

@@ -124,10 +124,10 @@ def _share_out(whole: Share) -> tuple[int, list[Share]]:
     codes = 0 if history.keys is None else history.keys.words.size * (WORD_BITS // history.key_bits)
     work = codes * (queries.shape[1] // kv_heads) * queries.shape[2]
     wanted = min(len(STREAMS), work // STREAM_CODES) if mx.default_device() == mx.cpu else 1
-    axis = next((axis for axis, size in enumerate(pieces) if wanted and size % wanted == 0), pieces.index(max(pieces)))
-    count = min(wanted, pieces[axis])
-    if count <= 1:
+    if wanted <= 1:
         return 0, [whole]
+    axis = next((axis for axis, size in enumerate(pieces) if size % wanted == 0), pieces.index(max(pieces)))
+    count = min(wanted, pieces[axis])
     bounds = [index * pieces[axis] // count for index in range(count + 1)]
     return axis, [_share(whole, axis, slice(start, stop)) for start, stop in pairwise(bounds)]
 

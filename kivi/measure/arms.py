@@ -33,16 +33,19 @@ class Arm:
         self.caches = make_prompt_cache(model.model, spec)
         self.kept = describe_layers(self.caches).kept if spec.kind != "full" else {}
         self.layers = quantized_layers(self.caches, spec)
-        for cache in self.caches:
-            if type(cache) is KIVICache:
-                cache.max_code_queries = GRID  # scoring's calls go on codes too, though they are longer than decoding's
         if control:
             self.caches = [_control(cache) for cache in self.caches]
         self._model = model.model
         self._position = 0
 
     def score(self, tokens: Sequence[int], stop: int) -> mx.array:
-        """Feed the tokens up to position ``stop``; return their logits ``[positions, vocabulary]`` in float32."""
+        """Feed the tokens up to position ``stop``; return their logits ``[positions, vocabulary]`` in float32.
+
+        Packed caches attend on their codes in all of these calls, though they are longer than those of decoding.
+        """
+        for cache in self.caches:
+            if type(cache) is KIVICache:
+                cache.max_code_queries = GRID
         return self.feed(tokens, cut_calls(self.layers, self._position, stop))
 
     def feed(self, tokens: Sequence[int], calls: Iterable[tuple[int, int]]) -> mx.array:
