@@ -20,7 +20,7 @@ class RowStore:
     Args:
         axes: The token axis, -1 or -2, of each array.
         lengths: Maps a number of tokens to what they take along the axis of each array.
-        capacity: Maps the longest row to the tokens that are allocated.
+        capacity: Maps the longest row, and the capacity that is too small for it, to the tokens that are allocated.
         rows: Rows of the batch.
     """
 
@@ -28,7 +28,7 @@ class RowStore:
         self,
         axes: Sequence[int],
         lengths: Callable[[int], Sequence[int]],
-        capacity: Callable[[int], int],
+        capacity: Callable[[int, int], int],
         rows: int,
     ) -> None:
         self.axes = axes
@@ -47,7 +47,7 @@ class RowStore:
         start = self.counts[rows[0]]
         stop = start + parts[-1].shape[self.axes[-1]]
         if stop > self.capacity:
-            self._reallocate(self.capacity_for(stop), parts)
+            self._reallocate(self.capacity_for(stop, self.capacity), parts)
         spans = zip(self.arrays, self.axes, self.lengths(start), self.lengths(stop), parts, strict=True)
         for array, axis, low, high, part in spans:
             if len(rows) == len(self.counts):
@@ -70,14 +70,14 @@ class RowStore:
         """Keep ``rows`` in this order, and no more capacity than they need."""
         self.counts = [self.counts[row] for row in rows]
         self.arrays = [array[mx.array(list(rows))] for array in self.arrays]
-        self._reallocate(self.capacity_for(max(self.counts)), self.arrays)
+        self._reallocate(self.capacity_for(max(self.counts), 0), self.arrays)
 
     def extend(self, others: Sequence[RowStore]) -> None:
         """Add the rows of ``others`` after one's own; the others are used up."""
         stores = [self, *others]
         counts = [count for store in stores for count in store.counts]
         like = next((store.arrays for store in stores if store.arrays), [])
-        capacity = self.capacity_for(max(counts))
+        capacity = self.capacity_for(max(counts), 0)
         for store in stores:
             store._reallocate(capacity, like)
         self.arrays = [mx.concatenate(list(arrays)) for arrays in zip(*(store.arrays for store in stores), strict=True)]
@@ -102,7 +102,7 @@ class RowStore:
 
 def sink_rows(spec: CacheSpec, rows: int) -> RowStore:
     """Return a store of exact keys and values for the sinks: a row has all of them or, while they fill up, none."""
-    return RowStore((-2, -2), lambda tokens: (tokens, tokens), lambda tokens: spec.sink_length if tokens else 0, rows)
+    return RowStore((-2, -2), lambda tokens: (tokens, tokens), lambda tokens, _: spec.sink_length if tokens else 0, rows)
 
 
 def code_rows(spec: CacheSpec, rows: int) -> RowStore:

@@ -15,12 +15,16 @@ from kivi.backends import Packed
 from kivi.quantize import WORD_BITS, padded_length
 
 CODE_STEP = 256  # tokens: capacity of codes is a multiple, so of every group size; mlx-lm's KVCache grows by as much
-GROWTH = 32  # capacity grows by a 32nd of the tokens: a code is copied about 32 times in its life, and spare stays small
+GROWTH = 32  # capacity grows by at least a 32nd: a code is copied about 32 times in its life, and spare stays small
 
 
-def code_capacity(tokens: int) -> int:
-    """Return the tokens of capacity that ``tokens`` get: less than ``tokens / 32 + CODE_STEP`` more than they need."""
-    return padded_length(tokens + tokens // GROWTH, CODE_STEP) if tokens else 0
+def code_capacity(tokens: int, full: int = 0) -> int:
+    """Return the tokens of capacity that ``tokens`` get when a capacity of ``full`` is too small for them.
+
+    What comes at once, as a prompt does, gets no more than the next step; what comes bit by bit grows geometrically. Either
+    way it is less than ``tokens / 32 + CODE_STEP`` more than the tokens need.
+    """
+    return padded_length(max(tokens, full + full // GROWTH), CODE_STEP)
 
 
 def enlarged(array: mx.array, axis: int, used: int, capacity: int) -> mx.array:
@@ -87,7 +91,7 @@ class CodeStore:
         parts = (*keys, *values)
         total = self.count + values.words.shape[-2]
         if total > self.capacity:
-            self._reallocate(code_capacity(total), self._arrays or parts)
+            self._reallocate(code_capacity(total, self.capacity), self._arrays or parts)
         for array, axis, start, part in zip(self._arrays, self.AXES, self._lengths(self.count), parts, strict=True):
             write(array, axis, start, part)
         self.count = total
