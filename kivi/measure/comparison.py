@@ -4,7 +4,8 @@ It needs no tracker. On a machine with a GPU and nothing else::
 
     python -m kivi.measure.comparison kivi:bits=2 kivi:bits=4 --out comparison.json
 
-and ``kivi import comparison.json`` logs it where the tracker is.
+and ``kivi import comparison.json`` logs it where the tracker is. The file is written after every stage, so that what was
+measured is not lost when the machine is taken away.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import inspect
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -116,11 +117,13 @@ class ComparisonResult(Record):
     settings: ComparisonSettings
     backends: list[BackendState]
     specs: list[SpecComparison]
+    ended: bool = Field(True, description="False in what is written between stages, before the last one is through")
 
     @property
     def problems(self) -> list[str]:
         """One sentence for each parity check that does not hold and each kernel that failed; what was not run is none."""
-        return [problem for spec in self.specs for problem in _problems(spec)]
+        stopped = [] if self.ended else ["the comparison was stopped before its last stage was through"]
+        return [*stopped, *(problem for spec in self.specs for problem in _problems(spec))]
 
     @property
     def passed(self) -> bool:
@@ -153,6 +156,7 @@ def compare_backends(
     settings: ComparisonSettings | None = None,
     model: LoadedModel | None = None,
     monitor: Monitor | None = None,
+    save: Callable[[ComparisonResult], None] = lambda _: None,
 ) -> ComparisonResult:
     """Compare every backend that is available here on each of ``specs``; their own ``backend`` is not looked at.
 
@@ -161,6 +165,7 @@ def compare_backends(
         settings: How much is compared; by default what suits the device.
         model: What end-to-end speed and tokens are measured with; none by default.
         monitor: Told of progress.
+        save: Given what there is after every stage.
 
     Raises:
         SpecError: a spec has nothing that a backend runs.
@@ -168,14 +173,13 @@ def compare_backends(
     for spec in specs:
         check_comparable(spec)
     settings, monitor = settings or ComparisonSettings(), monitor or Monitor()
-    started, clock = datetime.now(UTC), time.monotonic()
+    clock = time.monotonic()
     states = [BackendState(name=name, available=state.ok, reason=state.reason) for name in NAMES for state in [available(name)]]
     backends = [resolve(state.name) for state in states if state.available]
-    compared = [_compare(spec, backends, settings, model, monitor) for spec in specs]
     git = machine.git_state()
-    return ComparisonResult(
-        started=started,
-        seconds=time.monotonic() - clock,
+    result = ComparisonResult(
+        started=datetime.now(UTC),
+        seconds=0,
         device=machine.device(),
         blas=BLAS,
         packages=machine.packages(),
@@ -183,8 +187,15 @@ def compare_backends(
         git_dirty=git.dirty,
         settings=settings,
         backends=states,
-        specs=compared,
+        specs=[],
+        ended=False,
     )
+    for spec in specs:
+        before = result.specs
+        for compared in _compare(spec, backends, settings, model, monitor):
+            result = result.model_copy(update={"specs": [*before, compared], "seconds": time.monotonic() - clock})
+            save(result)
+    return result.model_copy(update={"ended": True})
 
 
 def check_comparable(spec: CacheSpec) -> None:
@@ -218,16 +229,20 @@ def _compare(
     settings: ComparisonSettings,
     model: LoadedModel | None,
     monitor: Monitor,
-) -> SpecComparison:
+) -> Iterator[SpecComparison]:
+    """Yield what there is after each stage: parity, then speed too, then the model too."""
     spec = spec.model_copy(update={"backend": "auto"})
     cases = [Case(dtype, *shape) for dtype in DTYPES for shape in settings.parity_shapes]
     parity: list[ParityCheck] = []
     for index, backend in enumerate(backends):
         monitor.step(f"parity of {spec.slug}", index, len(backends))
         parity += check_parity(backend, spec, cases, seed=settings.seed)
+    yield SpecComparison(spec=spec, parity=parity, speed=[])
     speed = list(time_operations(backends, spec, settings.speed, monitor))
-    end_to_end = None if model is None else _compare_model(model, backends, spec, settings.speed, monitor)
-    return SpecComparison(spec=spec, parity=parity, speed=speed, model=end_to_end)
+    yield SpecComparison(spec=spec, parity=parity, speed=speed)
+    if model is not None:
+        end_to_end = _compare_model(model, backends, spec, settings.speed, monitor)
+        yield SpecComparison(spec=spec, parity=parity, speed=speed, model=end_to_end)
 
 
 def _compare_model(
@@ -293,8 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def report(stage: str, done: int, total: int) -> None:
         print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)  # noqa: T201  progress
 
-    result = compare_backends(specs, settings=settings, model=model, monitor=Monitor(report))
-    options.out.write_text(result.model_dump_json(indent=1), encoding="utf-8")
+    def save(result: ComparisonResult) -> None:
+        options.out.write_text(result.model_dump_json(indent=1), encoding="utf-8")
+
+    result = compare_backends(specs, settings=settings, model=model, monitor=Monitor(report), save=save)
+    save(result)
     for line in [*result.problems, *result.not_run]:
         print(line, file=sys.stderr)  # noqa: T201  the verdict
     return 0 if result.passed else 1

@@ -14,6 +14,7 @@ the family beats in both.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,10 +31,8 @@ from kivi.measure.quality import divergence
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.schedule import reference_blocks
 from kivi.measure.sequences import TokenStream
-from kivi.models import LoadedModel, load_model
+from kivi.models import EMBEDDED, LoadedModel, load_model
 from kivi.spec import CacheSpec
-from tasks.config import PromptSetConfig
-from tasks.prompts import load_prompt_set
 
 import mlx.core as mx  # isort: skip  (after kivi, which chooses the BLAS)
 from mlx_lm.models.cache import QuantizedKVCache
@@ -49,6 +48,7 @@ SPECS = (
     "kivi:bits=4,residual=32,sinks=32",
     "kivi:key_bits=8,value_bits=4,residual=32,sinks=32",
     "kivi:bits=8,residual=0,group=64",
+    "kivi:bits=8,residual=0",
     "kivi:bits=8,residual=32",
 )
 
@@ -57,9 +57,11 @@ def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     options_of.add_argument("--specs", nargs="+", default=SPECS)
+    options_of.add_argument("--model", default=EMBEDDED, help="embedded, or a folder in mlx-lm's form")
+    options_of.add_argument("--texts", help="file with a JSON list of texts; HumanEval by default")
     options = options_of.parse_args()
-    model = load_model()
-    texts = load_prompt_set(PromptSetConfig(source="humaneval")).texts(model.tokenizer)
+    model = load_model(options.model)
+    texts = json.loads(Path(options.texts).read_text()) if options.texts else humaneval(model)
     tokens = TokenStream(model.tokenizer, texts).pack(1, max(options.lengths) + 1)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -67,6 +69,14 @@ def main() -> None:
         for text in options.specs:
             rows += measure(model, tokens, CacheSpec.parse(text), options, references)
             report("equal_memory", options, {"model_dtype": model.dtype, "rows": rows, "curves": curves(rows)})
+
+
+def humaneval(model: LoadedModel) -> Sequence[str]:
+    """Return HumanEval's prompts as the nightly reads them."""
+    from tasks.config import PromptSetConfig  # wants datasets, which a machine that only measures need not have
+    from tasks.prompts import load_prompt_set
+
+    return load_prompt_set(PromptSetConfig(source="humaneval")).texts(model.tokenizer)
 
 
 class Dequantized:

@@ -73,6 +73,16 @@ def test_a_parity_check_that_does_not_hold_fails_the_comparison(result):
     assert "round trip of keys" in problem and "3 of 2,048 elements differ" in problem and "9 ULPs" in problem
 
 
+def test_what_is_measured_is_saved_after_each_stage_and_is_not_taken_for_the_whole(tmp_path):
+    """A machine that is taken away between stages leaves the stages that were through, and they do not pass."""
+    saved: list[ComparisonResult] = []
+    result = compare_backends(SPECS, settings=SETTINGS, save=saved.append)
+    assert [(len(part.specs), bool(part.specs[-1].speed)) for part in saved] == [(1, False), (1, True), (2, False), (2, True)]
+    assert result.ended and result.passed and result.specs == saved[-1].specs
+    for part in saved:
+        assert not part.passed and part.problems == ["the comparison was stopped before its last stage was through"]
+
+
 def test_a_kernel_that_failed_while_it_was_timed_fails_the_comparison(result):
     spec = result.specs[0]
     case = spec.speed[0]

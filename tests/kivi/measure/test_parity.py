@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kivi.backends import BackendError, Packed
 from kivi.backends.mlx import MLXBackend
-from kivi.measure.parity import DTYPES, Case, ParityCheck, check_parity, difference
+from kivi.measure.parity import DTYPES, Case, ParityCheck, check_parity, difference, exact_attention
 from kivi.spec import CacheSpec
 
 SPEC = CacheSpec.parse("kivi:bits=2,residual=16,sinks=32")
@@ -33,6 +33,17 @@ def test_plain_mlx_equals_the_definition(dtype, text):
     assert all(check.passed and not check.failed and not check.not_run and check.elements for check in found)
     assert all(check.differing == check.max_ulps == 0 for check in found if check.bound == 0)
     assert 0 < found[-1].relative_error <= found[-1].bound
+
+
+def test_exact_attention_is_that_of_mlx_up_to_float32():
+    """Grouped queries, and values of another size than keys; on a GPU MLX's products may be TF32's."""
+    queries, keys, values = (
+        mx.random.normal((2, heads, count, dim)) for heads, count, dim in ((6, 5, 24), (2, 40, 24), (2, 40, 16))
+    )
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask="causal")
+    found = exact_attention(queries, keys, values, 0.3)
+    assert found.shape == (2, 6, 5, 16) and found.dtype == mx.float32
+    assert mx.abs(found - expected).max().item() < (1e-5 if mx.default_device() == mx.cpu else 1e-2)
 
 
 def test_attention_is_checked_for_packed_caches_only():
