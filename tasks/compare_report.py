@@ -165,7 +165,8 @@ def _ratio(arm: ArmTiming) -> str:
 def _rate(arm: ArmTiming) -> tuple[str, str]:
     if arm.seconds is None:
         return (f"failed: {arm.failed}" if arm.failed else f"not run: {arm.not_run}", NOTHING)
-    return f"{1 / arm.seconds.median:.4g} tokens/s", _ratio(arm)
+    speed = 1 / arm.seconds.median
+    return f"{speed:,.0f} tokens/s" if speed >= 1000 else f"{speed:.4g} tokens/s", _ratio(arm)
 
 
 def _verdict(checks: Sequence[ParityCheck], ran: Sequence[ParityCheck]) -> str:

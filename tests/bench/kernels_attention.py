@@ -83,7 +83,7 @@ def in_turn(attend: Attend, sets: list[Inputs], first: int, calls: int) -> mx.ar
     return queries
 
 
-def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, rounds: int) -> dict[str, Any]:
+def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, rounds: int, calls: int) -> dict[str, Any]:
     """Return timings of one shape, and the error against float32 attention on the full-precision (unquantised) window."""
     sets = [make(backend, shape, repeats, bits) for _ in range(SETS[shape])]
     scale = shape.channels**-0.5
@@ -102,7 +102,7 @@ def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, round
         return lambda first, calls: in_turn(attend, sets, first, calls)
 
     arms = {"full": chain(full), "packed": chain(packed), "packed_portable": chain(portable)}
-    row = interleave(arms, "full", rounds=rounds, calls=24)
+    row = interleave(arms, "full", rounds=rounds, calls=calls)
     moved = packed_bytes(sets[0].history)
     full_bytes = FULL_BYTES * shape.batch * shape.heads * shape.tokens * shape.channels
     results = [attend(sets[0].queries, sets[0]).astype(mx.float32) for attend in (packed, portable)]
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=96, help="chained calls that share the start of their graph")
     options = parser.parse_args()
     backend = resolve(options.backend)
     if not isinstance(backend, KernelBackend):
@@ -133,10 +134,16 @@ def main() -> None:
     for shape in SHAPES:
         for repeats in (1, 4):
             for bits in (2, 4):
-                rows.append(measure(backend, shape, repeats, bits, options.rounds))
+                rows.append(measure(backend, shape, repeats, bits, options.rounds, options.calls))
                 show(f"{tuple(shape)} x{repeats} b={bits}", rows[-1])
                 mx.clear_cache()
-                facts = {"group_size": GROUP, "window": WINDOW, "dtype": "float16", "rounds": options.rounds}
+                facts = {
+                    "group_size": GROUP,
+                    "window": WINDOW,
+                    "dtype": "float16",
+                    "rounds": options.rounds,
+                    "calls": options.calls,
+                }
                 write(options.out, rows, backend=backend.name, **facts)
 
 
