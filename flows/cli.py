@@ -143,20 +143,23 @@ def doctor(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
 @app.command()
 def ui(
     tracking_dir: TrackingDir = MLRUNS,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5050,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; links in reports name 5050.")] = 5050,
     as_json: AsJson = False,
 ) -> None:
-    """Serve MLflow on the local store, and print its links."""
+    """Serve MLflow on the local store, and print its links once it answers."""
     with sentences():
         from flows.ui import links, serve
 
         where = links(tracking_dir, port)
-        if as_json:
-            print(where.model_dump_json(), flush=True)  # noqa: T201  the result
-        else:
+
+        def show() -> None:
+            if as_json:
+                print(where.model_dump_json(), flush=True)  # noqa: T201  the result
+                return
             for name, address in where.model_dump(exclude_none=True).items():
                 Console().print(f"{name:8}{address}", soft_wrap=True, highlight=False, markup=False)
-        code = serve(tracking_dir, port)
+
+        code = serve(tracking_dir, port, show)
     raise typer.Exit(code)
 
 

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Choose and show the nights that a night is compared with.", no_args_is_help=True)
 
-NightName = Annotated[str, typer.Argument(metavar="NIGHT", help="A run id, a night's scheduled start as shown, or last.")]
+NightName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NIGHT", help="A run id, a night's scheduled start as shown, or last: the newest that was no evaluation."
+    ),
+]
 
 
 @app.command("set")

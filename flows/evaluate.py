@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from flows.nightly import NightResult, run_matrix
 from kivi.measure.settings import MeasureSettings
 from tasks.config import Model, NightlyConfig, Prompts, Spec, Thresholds
+from tasks.night import EVALUATE
 
 
 def run_name() -> str:
@@ -20,7 +21,7 @@ def run_name() -> str:
     return f"{spec.slug} on {model.name}"
 
 
-@flow(name="evaluate", flow_run_name=run_name, persist_result=False)
+@flow(name=EVALUATE, flow_run_name=run_name, persist_result=False)
 def evaluate(
     model: Model,
     prompts: Prompts,
@@ -49,5 +50,5 @@ def single(
 ) -> NightlyConfig:
     """Return the matrix of one cell."""
     return NightlyConfig(
-        name="evaluate", models=(model,), prompt_sets=(prompts,), specs=(spec,), measure=measure, thresholds=thresholds
+        name=EVALUATE, models=(model,), prompt_sets=(prompts,), specs=(spec,), measure=measure, thresholds=thresholds
     )

@@ -16,7 +16,7 @@ from kivi.measure.scenes import AuditReport
 from tasks import audit, compare
 from tasks.config import ConfigError, NightlyConfig
 from tasks.gate import judge
-from tasks.night import Night, Outcome, PromptSource, cell_of
+from tasks.night import IMPORT, Night, Outcome, PromptSource, cell_of
 from tasks.places import REPORTS
 from tasks.report import build_report
 from tasks.track import find_cells, finish_night, log_night
@@ -74,7 +74,7 @@ def log_result(result: CellResult, tracking_dir: Path) -> NightResult:
     made = result.provenance
     source = PromptSource(name=made.prompt_set, sha256=made.prompt_sha256, source="measured elsewhere")
     night = Night(
-        name="import",
+        name=IMPORT,
         scheduled=made.started.strftime("%Y-%m-%d %H:%M UTC"),
         outcomes=(Outcome(cell=cell_of(result), result=result, reused=True),),
         prompt_sets=(source,),

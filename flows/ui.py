@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tasks import places
@@ -43,8 +45,13 @@ def links(tracking_dir: Path, port: int) -> Links:
         )
 
 
-def serve(tracking_dir: Path, port: int) -> int:
-    """Serve until interrupted; return MLflow's exit code.
+def serve(tracking_dir: Path, port: int, ready: Callable[[], None]) -> int:
+    """Serve until interrupted; return MLflow's exit code, or 128 and the number of the signal that ended it, as shells do.
+
+    Args:
+        tracking_dir: Folder of the store.
+        port: Port on this machine.
+        ready: Called once the server answers.
 
     Raises:
         TrackingError: the port is taken.
@@ -64,8 +71,21 @@ def serve(tracking_dir: Path, port: int) -> int:
     server = subprocess.Popen(command, env=environment, stdout=sys.stderr)  # noqa: S603  ours
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
-        return server.wait()
+        if _answers(server, port):
+            ready()
+        code = server.wait()
+        return code if code >= 0 else 128 - code
     except KeyboardInterrupt:
         server.terminate()  # never killed: MLflow's command passes a termination on to the server behind it
         server.wait()
         return 0
+
+
+def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
+    """Wait until the server takes connections; return False when it ends instead."""
+    while server.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                return True
+        time.sleep(0.1)
+    return False

@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError
 
 from kivi.measure.results import CellResult
 from tasks.config import Config, Tolerances
-from tasks.night import Night
+from tasks.night import AD_HOC, Night
 from tasks.plan import content_hash
 from tasks.regression import Comparison, Pair, compare
 from tasks.track import find_cells, find_nights
@@ -113,7 +113,7 @@ def set_baseline(store: TrackingStore, night: str) -> Marked:
 
     Args:
         store: The store, held by this process.
-        night: Its run id, or what it is called (its scheduled start), or ``last``.
+        night: Its run id, or what it is called (its scheduled start), or ``last``: the newest that was no ad-hoc evaluation.
 
     Raises:
         BaselineError: there is no such night, or none of its cells can be a baseline.
@@ -141,7 +141,8 @@ def find_night(store: TrackingStore, night: str) -> Run:
         BaselineError: there is none of that name, several, or it is not finished.
     """
     nights = find_nights(store)
-    found = nights[:1] if night == "last" else [run for run in nights if night in _names(run)]
+    planned = [run for run in nights if run.data.params.get("matrix") not in AD_HOC]
+    found = planned[:1] if night == "last" else [run for run in nights if night in _names(run)]
     if not found:
         known = ", ".join(run.info.run_name for run in nights[:5])
         if not known:

@@ -11,6 +11,9 @@ from kivi.measure.results import CellResult
 from tasks.config import Config, ModelConfig
 from tasks.plan import Cell, Skipped
 
+EVALUATE, IMPORT = "evaluate", "import"  # what nights of one cell are called that nobody planned
+AD_HOC = (EVALUATE, IMPORT)
+
 
 class Outcome(Config):
     """One cell: a result, or why there is none; both when it was measured and could not be timed."""

@@ -178,6 +178,15 @@ def test_another_pin_takes_the_place_of_the_first_and_unpin_removes_all(store, n
     assert against(store, night_of(3))[0] == ["the last good night 2026-11-02"]
 
 
+def test_the_last_night_is_no_evaluation(store, night_of):
+    """What was evaluated or imported by hand since then is not what `last` means, but can be named."""
+    log(store, night_of(1))
+    for day, name in ((2, "evaluate"), (3, "import")):
+        log(store, night_of(day).model_copy(update={"name": name}), good=False)
+    assert pin_baseline(store, "last").night == "nightly 2026-11-01"
+    assert pin_baseline(store, "2026-11-03").night == "import 2026-11-03"
+
+
 def test_the_marks_are_shown_with_what_they_serve(store, night_of):
     log(store, night_of(1))
     log(store, night_of(2))
