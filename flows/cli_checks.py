@@ -20,7 +20,9 @@ Loaded = TypeVar("Loaded")
 ModelName = Annotated[
     str, typer.Option("--model", help="embedded, a folder in mlx-lm's format, a Hugging Face id as ID@COMMIT, or none.")
 ]
-Settings = Annotated[Path | None, typer.Option("--settings", help="YAML of further fields, as in Prefect's form.")]
+Settings = Annotated[
+    Path | None, typer.Option("--settings", help="YAML of further fields, as in Prefect's form; docs/checks.md lists them.")
+]
 
 
 def compare(
@@ -47,7 +49,9 @@ def compare(
 
 def audit(
     spec: Annotated[str, typer.Argument(help="KIND[:key=value,...], e.g. kivi:bits=2 or kivi-roundtrip:bits=2.")],
-    scene: Annotated[list[str] | None, typer.Option("--scene", help="Play this scene only; may be repeated.")] = None,
+    scene: Annotated[
+        list[str] | None, typer.Option("--scene", help="Play this scene only; may be repeated. docs/checks.md lists them.")
+    ] = None,
     model: ModelName = "embedded",
     settings: Settings = None,
     tracking_dir: TrackingDir = MLRUNS,

@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--texts", required=True, type=Path, help="what the model reads: JSON lines with text (and answer), or a text file"
     )
-    parser.add_argument("--settings", type=Path, help="how much is measured: MeasureSettings as JSON")
+    parser.add_argument("--settings", type=Path, help="JSON file of MeasureSettings: how much is measured")
     parser.add_argument("--out", required=True, type=Path, help="file for the result")
     return parser
 

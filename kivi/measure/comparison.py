@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kivi import BLAS, machine
 from kivi.backends import NAMES, Backend, Name, available, resolve
@@ -47,14 +47,23 @@ from kivi.spec import CacheSpec, SpecError
 PARITY_SHAPES = ((2, 256, 64), (1, 45, 80), (3, 160, 128), (2, 131, 72))
 
 
+def _speed_here() -> SpeedSettings:
+    return SpeedSettings() if mx.default_device() == mx.gpu else CPU_SETTINGS
+
+
 class ComparisonSettings(Settings):
     """How much is compared."""
 
-    speed: SpeedSettings = Field(default_factory=lambda: SpeedSettings() if mx.default_device() == mx.gpu else CPU_SETTINGS)
+    speed: SpeedSettings = Field(default_factory=_speed_here, description="what is not given is what suits the device")
     parity_shapes: tuple[tuple[int, int, int], ...] = Field(
         PARITY_SHAPES, min_length=1, description="KV heads, tokens and channels of each parity check; every dtype is checked"
     )
     seed: int = Field(0, ge=0, description="seed of the parity inputs")
+
+    @field_validator("speed", mode="before")
+    @classmethod
+    def _suit_the_device(cls, given: Any) -> Any:
+        return {**_speed_here().model_dump(), **given} if isinstance(given, dict) else given
 
 
 class BackendState(Record):
@@ -294,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("specs", nargs="*", default=["kivi:bits=2"], help="KIND[:key=value,...]; kivi:bits=2 by default")
     parser.add_argument("--out", type=Path, required=True, help="file that the result is written to")
     parser.add_argument("--model", default=EMBEDDED, help="embedded, a folder in mlx-lm's format, or none")
-    parser.add_argument("--settings", type=Path, help="JSON of ComparisonSettings; what suits the device by default")
+    parser.add_argument("--settings", type=Path, help="JSON file of ComparisonSettings, see docs/checks.md")
     options = parser.parse_args(arguments)
     try:
         specs = [CacheSpec.parse(text) for text in options.specs]

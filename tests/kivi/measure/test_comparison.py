@@ -122,6 +122,12 @@ def test_caches_that_no_backend_has_a_part_in_are_refused(text):
     assert stopped.value.code == 2
 
 
+def test_settings_that_are_not_given_suit_the_device():
+    """One field of speed on a CPU must not bring a GPU's sizes along."""
+    speed = ComparisonSettings.model_validate({"speed": {"rounds": 9}}).speed
+    assert speed.model_copy(update={"rounds": 5}) == ComparisonSettings().speed
+
+
 def test_it_runs_where_no_tracker_is(tmp_path):
     """The command writes the result, and neither Prefect nor MLflow nor datasets is imported by it."""
     settings, out = tmp_path / "settings.json", tmp_path / "comparison.json"
