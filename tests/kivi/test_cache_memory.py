@@ -6,10 +6,12 @@ import gc
 
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kivi.cache import KIVICache
 from kivi.spec import CacheSpec
-from kivi.storage import live_arrays
+from kivi.storage import CODE_STEP, GROWTH, code_capacity, live_arrays
 
 PAGE = 16384  # MLX rounds an allocation up to a page at most
 
@@ -116,6 +118,30 @@ def test_a_decode_step_copies_no_history_also_when_it_quantises():
         peaks.append(mx.get_peak_memory() - base)
     assert cache.frontier > frontier
     assert max(peaks) < 0.5 * codes, (peaks, codes)
+
+
+@given(st.integers(1, 1 << 20), st.integers(0, 1 << 20))
+def test_spare_codes_are_bounded_however_they_came(count, full):
+    full = min(full, count - 1)
+    capacity = code_capacity(count, full)
+    assert capacity % CODE_STEP == 0
+    assert max(count, full + full // GROWTH) <= capacity < count + count / GROWTH + CODE_STEP
+
+
+def test_a_prompt_gets_no_more_room_than_the_next_step():
+    cache = filled([4 * CODE_STEP], KIVICache(spec(residual_length=0)))
+    window_token = 4 * 2 * 64 * 4  # heads, keys and values, channels, bytes
+    weight = cache.bytes()  # settles the last group
+    assert cache.frontier == cache.offset and weight.spare == 32 * window_token
+
+
+def test_a_code_is_copied_about_32_times_in_a_long_decode():
+    capacity = copied = 0
+    for count in range(32, 1 << 20, 32):
+        if count > capacity:
+            copied += capacity
+            capacity = code_capacity(count, capacity)
+    assert copied < 1.1 * GROWTH * count
 
 
 def test_memory_over_many_decode_steps_is_that_of_the_codes():
