@@ -19,27 +19,10 @@ from tasks.baseline import (
 from tasks.config import NightlyConfig, Tolerances
 from tasks.gate import judge
 from tasks.track import finish_night, log_night
-from tasks.tracking_store import writer
 
 CONFIG = NightlyConfig(specs=("full",))
 BLOCKS = [0.002 + 0.0001 * block for block in range(16)]
 FIRST = datetime(2026, 11, 1, 2, 0, tzinfo=UTC)
-
-
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("store")
-    with writer(directory):
-        pass
-    return directory
-
-
-@pytest.fixture
-def store(empty_store):
-    with writer(empty_store) as store:
-        for run in store.client.search_runs([store.experiment_id]):
-            store.client.delete_run(run.info.run_id)
-        yield store
 
 
 @pytest.fixture

@@ -15,24 +15,6 @@ from tasks.tracking_store import TrackingError, writer
 CONFIG = NightlyConfig(specs=("full",))
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory):
-    """A store that is only made once a module: its schema takes seconds."""
-    directory = tmp_path_factory.mktemp("store")
-    with writer(directory):
-        pass
-    return directory
-
-
-@pytest.fixture
-def store(empty_store):
-    """The module's store, emptied."""
-    with writer(empty_store) as store:
-        for run in store.client.search_runs([store.experiment_id]):
-            store.client.delete_run(run.info.run_id)
-        yield store
-
-
 def log(store, night, **options):
     parent = log_night(store, night, **options)
     finish_night(store, parent, night, judge(night, CONFIG), "# note", {"report.html": "<p>report</p>"})
