@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import socket
 import subprocess
@@ -47,6 +48,10 @@ def test_a_changed_file_makes_the_checkout_dirty(tmp_path: Path, monkeypatch: py
     git("commit", "-m", "first")
     monkeypatch.setattr(machine, "__file__", str(module))
     assert not machine.git_state.__wrapped__().dirty
+    os.utime(module, (0, 0))  # git would now write its index anew, under a lock that a killed process leaves behind
+    index = (tmp_path / ".git" / "index").read_bytes()
+    assert not machine.git_state.__wrapped__().dirty
+    assert (tmp_path / ".git" / "index").read_bytes() == index
     module.write_text("x = 2\n")
     assert machine.git_state.__wrapped__().dirty
 
