@@ -14,8 +14,9 @@ UV := $(BIN)/python -m uv
 nightly: setup
 	$(BIN)/kivi nightly
 
+# Two workers, since the tests of servers mostly wait; a file's tests stay together and share what it sets up.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Prefect, MLflow and a worker in the background, with the deployments of prefect.yaml. docs/operations.md says more.
 up: setup

@@ -39,6 +39,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 SPECS = (
     *(f"mlx-quantized:bits={bits},group=32" for bits in (2, 3, 4, 6, 8)),
+    "kivi:bits=2,residual=0,group=64",
     "kivi:bits=2,residual=0",
     "kivi:bits=2,residual=32",
     "kivi:bits=2,residual=32,sinks=32",
