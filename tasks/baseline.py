@@ -147,7 +147,8 @@ def find_night(store: TrackingStore, night: str) -> Run:
         known = ", ".join(run.info.run_name for run in nights[:5])
         if not known:
             raise BaselineError(f"{night!r}: no night was logged here yet; `kivi nightly` makes one")
-        raise BaselineError(f"{night!r}: no such night; the newest are {known}: give a run id, its scheduled start or last")
+        why = "no night was planned here" if night == "last" else "no such night"
+        raise BaselineError(f"{night!r}: {why}; the newest are {known}: give a run id or its scheduled start")
     if len(found) > 1:
         which = ", ".join(f"{run.info.run_name} ({run.info.run_id})" for run in found)
         raise BaselineError(f"{night!r} is the name of {len(found)} nights: {which}; give a run id")

@@ -35,7 +35,7 @@ def imported(tracking, tmp_path, make_result):
 
 def test_a_night_is_set_pinned_shown_and_unpinned(imported):
     night = "2026-11-29 02:00 UTC"
-    done = call("baseline", "set", "--tracking-dir", imported, "--json")
+    done = call("baseline", "set", night, "--tracking-dir", imported, "--json")
     assert done.exit_code == 0, done.output
     (marked,) = json.loads(done.stdout)
     assert (marked["night"], marked["cells"], marked["mark"].split()[:2]) == (f"import {night}", 1, ["kivi.baseline", "set"])
@@ -51,6 +51,12 @@ def test_no_such_night_is_one_sentence_and_exit_code_2(imported):
     done = call("baseline", "set", "1999-01-01", "--tracking-dir", imported)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("kivi: '1999-01-01': no such night; the newest are import 2026-11-29 02:00 UTC")
+
+
+def test_an_import_is_not_taken_for_the_last_night(imported):
+    done = call("baseline", "set", "--tracking-dir", imported)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("kivi: 'last': no night was planned here; the newest are import 2026-11-29 02:00 UTC")
 
 
 @pytest.mark.parametrize("command", [("baseline", "show"), ("baseline", "pin"), ("store", "prune")])
