@@ -14,10 +14,9 @@ UV := $(BIN)/python -m uv
 nightly: setup
 	$(BIN)/kivi nightly
 
-# Two workers, since the tests of servers mostly wait. A file's tests stay together and share what it sets up; files go in
-# order, so that those of servers, few tests each but the longest, do not come last.
+# Two workers, since the tests of servers mostly wait; tests/conftest.py says what stays together and what goes first.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # Prefect, MLflow and a worker in the background, with the deployments of prefect.yaml. docs/operations.md says more.
 up: setup
