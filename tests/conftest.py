@@ -43,6 +43,7 @@ MakeResult = Callable[..., CellResult]
 MakeNight = Callable[..., Night]
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests of a file on one worker, and all that start servers, which would take each other's ports; these go first.
 
