@@ -14,9 +14,8 @@ UV := $(BIN)/python -m uv
 nightly: setup
 	$(BIN)/kivi nightly
 
-# Two workers, since the tests of servers mostly wait; tests/conftest.py says what stays together and what goes first.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest
 
 # Prefect, MLflow and a worker in the background, with the deployments of prefect.yaml. docs/operations.md says more.
 up: setup

@@ -37,21 +37,8 @@ from tasks.night import Night, Outcome, PromptSource, cell_of, digest
 
 SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
 
-OPERATIONS = Path(__file__).parent / "operations"
-
 MakeResult = Callable[..., CellResult]
 MakeNight = Callable[..., Night]
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker, and all that start servers, which would take each other's ports; these go first.
-
-    They mostly wait, and the other worker has the processor meanwhile.
-    """
-    items.sort(key=lambda item: OPERATIONS not in item.path.parents)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("operations" if OPERATIONS in item.path.parents else str(item.path)))
 
 
 def timing(value: float) -> Timing:
