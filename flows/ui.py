@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flows.background import POLL_S
+from flows.servers import answers
 from tasks import places
 from tasks.config import Config
 from tasks.places import ARTIFACTS
@@ -71,7 +73,9 @@ def serve(tracking_dir: Path, port: int, ready: Callable[[], None]) -> int:
     server = subprocess.Popen(command, env=environment, stdout=sys.stderr)  # noqa: S603  ours
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
-        if _answers(server, port):
+        while server.poll() is None and not answers(f"http://{HOST}:{port}/health"):
+            time.sleep(POLL_S)
+        if server.poll() is None:
             ready()
         code = server.wait()
         return code if code >= 0 else 128 - code
@@ -79,13 +83,3 @@ def serve(tracking_dir: Path, port: int, ready: Callable[[], None]) -> int:
         server.terminate()  # never killed: MLflow's command passes a termination on to the server behind it
         server.wait()
         return 0
-
-
-def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
-    """Wait until the server takes connections; return False when it ends instead."""
-    while server.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
-                return True
-        time.sleep(0.1)
-    return False
