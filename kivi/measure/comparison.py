@@ -309,9 +309,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         specs = [CacheSpec.parse(text) for text in options.specs]
         for spec in specs:
             check_comparable(spec)
-    except SpecError as error:
+        settings = ComparisonSettings.model_validate_json(options.settings.read_text()) if options.settings else None
+    except (SpecError, OSError) as error:
         parser.error(str(error))
-    settings = ComparisonSettings.model_validate_json(options.settings.read_text()) if options.settings else None
+    except ValueError as error:
+        parser.error(f"{options.settings}: {' '.join(str(error).split())}")
+    if not options.out.parent.is_dir():
+        parser.error(f"{options.out}: its folder is not there")
     model = None if options.model == "none" else load_model(options.model)
 
     def report(stage: str, done: int, total: int) -> None:
