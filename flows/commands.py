@@ -27,13 +27,13 @@ def sentences() -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        sys.stderr.write("kivi: interrupted; what is finished is kept, and the same command goes on from there\n")
-        raise typer.Exit(INTERRUPTED) from None
-    except (ValueError, RuntimeError) as error:
-        from flows.errors import is_usage
+    except BaseException as error:
+        from flows.errors import is_usage, was_interrupted
         from tasks.escape import visible
 
+        if was_interrupted(error):
+            sys.stderr.write("kivi: interrupted; what is finished is kept, and the same command goes on from there\n")
+            raise typer.Exit(INTERRUPTED) from None
         if not is_usage(error):
             raise
         sys.stderr.write(f"kivi: {visible(str(error))}\n")

@@ -1,4 +1,4 @@
-"""Which errors a user can mend: their message says what is wrong and what to do, so a traceback would only be in the way."""
+"""Which errors need no traceback: those that a user can mend, whose message says how, and those that the user asked for."""
 
 from __future__ import annotations
 
@@ -21,3 +21,15 @@ USAGE = frozenset(
 def is_usage(error: BaseException) -> bool:
     """Return whether ``error`` is bad usage, a bad configuration, or a folder that cannot be used."""
     return any(f"{kind.__module__}.{kind.__qualname__}" in USAGE for kind in type(error).__mro__)
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Return whether ``error`` is Ctrl-C, or came up while Ctrl-C was on its way out.
+
+    Prefect's task engine, interrupted before it has made its task run, raises ``ValueError: Task run is not set`` instead.
+    """
+    while not isinstance(error, KeyboardInterrupt):
+        if (before := error.__cause__ or error.__context__) is None:
+            return False
+        error = before
+    return True
