@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from kivi import BLAS, machine
 from kivi.backends import NAMES, Backend, Name, available, resolve
@@ -40,7 +40,7 @@ from kivi.measure.parity import DTYPES, Case, ParityCheck, check_parity
 from kivi.measure.results import Record
 from kivi.measure.sequences import TokenStream
 from kivi.measure.settings import Settings
-from kivi.models import EMBEDDED, LoadedModel, load_model
+from kivi.models import EMBEDDED, LoadedModel, ModelError, load_model
 from kivi.spec import CacheSpec, SpecError
 
 # Whole groups, a ragged end, and head dimensions that no group size divides.
@@ -309,14 +309,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         specs = [CacheSpec.parse(text) for text in options.specs]
         for spec in specs:
             check_comparable(spec)
-        settings = ComparisonSettings.model_validate_json(options.settings.read_text()) if options.settings else None
-    except (SpecError, OSError) as error:
+        settings = ComparisonSettings.model_validate_json(options.settings.read_bytes()) if options.settings else None
+        if not options.out.parent.is_dir():
+            parser.error(f"{options.out}: its folder is not there")
+        model = None if options.model == "none" else load_model(options.model)
+    except (SpecError, ModelError, OSError) as error:
         parser.error(str(error))
-    except ValueError as error:
+    except ValidationError as error:
         parser.error(f"{options.settings}: {' '.join(str(error).split())}")
-    if not options.out.parent.is_dir():
-        parser.error(f"{options.out}: its folder is not there")
-    model = None if options.model == "none" else load_model(options.model)
 
     def report(stage: str, done: int, total: int) -> None:
         print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)  # noqa: T201  progress

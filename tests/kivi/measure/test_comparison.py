@@ -122,6 +122,28 @@ def test_caches_that_no_backend_has_a_part_in_are_refused(text):
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--settings", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--settings", "wrong.json"], "wrong.json: 1 validation error for ComparisonSettings speed.rounds"),
+        (["--settings", "bytes.json"], "bytes.json: 1 validation error for ComparisonSettings Invalid JSON"),
+        (["--model", "missing"], "model 'missing': neither 'embedded', nor a folder that exists, nor a Hugging Face id"),
+        (["--out", "missing/comparison.json"], "missing/comparison.json: its folder is not there"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.json").write_text('{"speed": {"rounds": -1}}')
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--out", "comparison.json", *arguments])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert sentence in said
+    assert not (tmp_path / "comparison.json").exists()
+
+
 def test_settings_that_are_not_given_suit_the_device():
     """One field of speed on a CPU must not bring a GPU's sizes along."""
     speed = ComparisonSettings.model_validate({"speed": {"rounds": 9}}).speed
