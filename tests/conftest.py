@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -36,6 +37,13 @@ from tasks.config import ModelConfig
 from tasks.night import Night, Outcome, PromptSource, cell_of, digest
 
 SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what all tests have imported: measuring memory collects often, over millions of objects."""
+    gc.collect()
+    gc.freeze()
+
 
 MakeResult = Callable[..., CellResult]
 MakeNight = Callable[..., Night]
