@@ -38,13 +38,6 @@ from tasks.night import Night, Outcome, PromptSource, cell_of, digest
 
 SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
 
-
-def pytest_collection_finish() -> None:
-    """Spare the garbage collector what all tests have imported: measuring memory collects often, over millions of objects."""
-    gc.collect()
-    gc.freeze()
-
-
 MakeResult = Callable[..., CellResult]
 MakeNight = Callable[..., Night]
 
@@ -260,6 +253,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Mod
         return ModelConfig(name=str(folder if folder.exists() else write_model(folder, seed)))
 
     return provide
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _older_objects_are_no_garbage() -> None:
+    """Spare the garbage collector what is there already: measuring memory collects often, over millions of imported objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
