@@ -181,7 +181,10 @@ def test_ui_serves_the_store_and_prints_links(tmp_path, result_file):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*CLI, "ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--json"]
+    # A shell that runs tests in the background has its commands ignore Ctrl-C, and theirs with them.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heard}; from flows.cli import main; main()"]
+    command += ["ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         links = json.loads(process.stdout.readline())

@@ -20,6 +20,8 @@ from prefect.settings import PREFECT_API_URL
 from kivi.measure.results import CellResult
 
 KILLS_BY_CHANCE = 5
+# A shell that runs tests in the background has its commands ignore Ctrl-C, and theirs with them.
+AS_AT_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 # Imports once, which takes most of a run's time, and forks for each run of the night: a process of its own to be killed.
 STARTER = """
 import os, sys
@@ -148,7 +150,7 @@ def test_ctrl_c_ends_a_night_with_a_sentence_and_the_next_goes_on(
     command = [
         sys.executable,
         "-c",
-        "from flows.cli import main; main()",
+        f"{AS_AT_A_TERMINAL}; from flows.cli import main; main()",
         "nightly",
         "--config",
         str(matrix),
