@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 from importlib.resources import files
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 
 from flows import cli_baseline, cli_checks, cli_store
-from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, run_flow, sentences
+from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, readers_may_leave, run_flow, sentences
 
 if TYPE_CHECKING:
     from flows.nightly import NightResult
@@ -59,7 +60,8 @@ def nightly(
         from tasks.config import load_config
 
         matrix = load_config(config or Path(str(files("flows") / "configs" / "nightly.yaml")))
-        _check(matrix)
+        _check(matrix, tracking_dir)
+        _check_thresholds(matrix)
         from flows.nightly import nightly as flow
 
         result: NightResult = run_flow(lambda: flow(matrix, tracking_dir.resolve(), refresh, return_state=True))
@@ -92,7 +94,7 @@ def evaluate(
             matrix = NightlyConfig.model_validate({"models": [model], "prompt_sets": [fields], "specs": [spec], **extra})
         except ValidationError as error:
             raise ConfigError(first_sentence(error)) from None
-        _check(matrix)
+        _check(matrix, tracking_dir)
         from flows.evaluate import evaluate as flow
 
         cell = (matrix.models[0], matrix.prompt_sets[0], matrix.specs[0], matrix.measure, matrix.thresholds)
@@ -168,28 +170,52 @@ def main() -> None:
     app()
 
 
-def _check(matrix: NightlyConfig) -> None:
-    """Find out before anything is started whether backends and models are there.
+def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:
+    """Find out before anything is started whether backends and models are there, and a store can be.
 
     Raises:
         BackendError: a backend that is required is not available.
         ModelError: a model cannot be loaded.
+        TrackingError: no database can be in ``tracking_dir``.
     """
     from kivi.models import check_model
     from tasks.plan import resolve_specs
+    from tasks.tracking_store import require_address
 
+    require_address(tracking_dir)
     resolve_specs(matrix)
     for model in matrix.models:
         check_model(model.name, model.revision)
+
+
+def _check_thresholds(matrix: NightlyConfig) -> None:
+    """Refuse limits that no cache of the matrix has, whatever the backend: they would hold without being looked at.
+
+    Raises:
+        ConfigError: a pattern of ``thresholds`` matches none of the slugs.
+    """
+    from typing import get_args
+
+    from kivi.spec import BackendName
+    from tasks.config import ConfigError
+    from tasks.plan import resolve_specs
+
+    backends = [name for name in get_args(BackendName) if name != "auto"]
+    slugs = [spec.model_copy(update={"backend": name}).slug for spec in matrix.specs for name in backends]
+    for pattern in matrix.thresholds:
+        if not fnmatch.filter(slugs, pattern):
+            here = ", ".join(spec.slug for spec in resolve_specs(matrix)[0])
+            raise ConfigError(f"thresholds: {pattern!r} matches no cache of this matrix; they go by their slugs, here {here}")
 
 
 def _finish(result: NightResult, tracking_dir: Path, as_json: bool) -> None:
     from flows.terminal import as_json as jsonable
     from flows.terminal import show
 
-    show(Console(stderr=as_json), result, tracking_dir)
-    if as_json:
-        print(json.dumps(jsonable(result, tracking_dir), indent=2))  # noqa: T201  the result
+    with readers_may_leave():
+        show(Console(stderr=as_json), result, tracking_dir)
+        if as_json:
+            print(json.dumps(jsonable(result, tracking_dir), indent=2))  # noqa: T201  the result
     raise typer.Exit(PASSED if result.verdict.passed else FAILED)
 
 

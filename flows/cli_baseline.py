@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Choose and show the nights that a night is compared with.", no_args_is_help=True)
 
-NightName = Annotated[
-    str,
-    typer.Argument(
-        metavar="NIGHT", help="A run id, a night's scheduled start as shown, or last: the newest that was no evaluation."
-    ),
-]
+NIGHT = typer.Argument(
+    metavar="NIGHT", help="A run id, a night's scheduled start as shown, or last: the newest that was no evaluation."
+)
+NightName = Annotated[str, NIGHT]
 
 
 @app.command("set")
@@ -41,19 +39,21 @@ def set_(night: NightName = "last", tracking_dir: TrackingDir = MLRUNS, as_json:
 
 @app.command()
 def pin(
-    night: NightName = "last",
+    night: Annotated[str | None, NIGHT] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove all pins instead.")] = False,
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
     """Pin a finished night: every night is compared with it too, until another is pinned."""
     with sentences():
-        from tasks.baseline import pin_baseline, unpin
+        from tasks.baseline import BaselineError, pin_baseline, unpin
 
+        if remove and night is not None:
+            raise BaselineError(f"--remove takes off all pins: leave {night!r} out")
         with _store(tracking_dir) as store:
             if remove:
                 unpin(store)
-            marked = [] if remove else [pin_baseline(store, night)]
+            marked = [] if remove else [pin_baseline(store, night or "last")]
     _show(marked, as_json)
 
 

@@ -49,7 +49,7 @@ def restore(
 
 @app.command()
 def prune(
-    keep_days: Annotated[int, typer.Option(min=1, help="Days that every night keeps its artefacts.")] = 90,
+    keep_days: Annotated[int, typer.Option(min=1, max=36_500, help="Days that every night keeps its artefacts.")] = 90,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would be.")] = False,
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,

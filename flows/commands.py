@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ import typer
 from rich.console import Console
 
 PASSED, FAILED, USAGE = 0, 1, 2
-INTERRUPTED = 130  # what shells expect of a command that ended by Ctrl-C
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # what shells expect of a command that a signal ended
 
 TrackingDir = Annotated[Path, typer.Option("--tracking-dir", help="Folder of the MLflow store, results and reports.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
@@ -23,21 +25,48 @@ MLRUNS = Path("mlruns")
 def sentences() -> Iterator[None]:
     """Turn what a user can mend into one sentence on stderr and exit code 2; all else keeps its traceback.
 
-    Ctrl-C is a sentence too, and exit code 130.
+    Ctrl-C and SIGTERM are a sentence too, and exit code 130 or 143.
     """
     try:
-        yield
+        with terminable():
+            yield
     except BaseException as error:
-        from flows.errors import is_usage, was_interrupted
+        from flows.errors import Terminated, interruption, is_usage
         from tasks.escape import visible
 
-        if was_interrupted(error):
+        if (signalled := interruption(error)) is not None:
             sys.stderr.write("kivi: interrupted; what is finished is kept, and the same command goes on from there\n")
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(TERMINATED if isinstance(signalled, Terminated) else INTERRUPTED) from None
         if not is_usage(error):
             raise
         sys.stderr.write(f"kivi: {visible(str(error))}\n")
         raise typer.Exit(USAGE) from None
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Have SIGTERM unwind as Ctrl-C does, so that no server which Prefect started for a flow outlives the command."""
+
+    def terminate(*_: object) -> None:
+        from flows.errors import Terminated
+
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """Let what is printed be cut off, as ``| head -1`` does: the exit code stays the verdict's."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
 
 
 def run_flow(flow: Callable[[], Any]) -> Any:

@@ -23,13 +23,16 @@ def is_usage(error: BaseException) -> bool:
     return any(f"{kind.__module__}.{kind.__qualname__}" in USAGE for kind in type(error).__mro__)
 
 
-def was_interrupted(error: BaseException) -> bool:
-    """Return whether ``error`` is Ctrl-C, or came up while Ctrl-C was on its way out.
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def interruption(error: BaseException) -> KeyboardInterrupt | None:
+    """Return the Ctrl-C or SIGTERM that ``error`` is, or that was on its way out when ``error`` came up.
 
     Prefect's task engine, interrupted before it has made its task run, raises ``ValueError: Task run is not set`` instead.
     """
-    while not isinstance(error, KeyboardInterrupt):
-        if (before := error.__cause__ or error.__context__) is None:
-            return False
-        error = before
-    return True
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, KeyboardInterrupt):
+        at = at.__cause__ or at.__context__
+    return at

@@ -6,6 +6,7 @@ Every field has a description and bounds, because Prefect shows them in its form
 from __future__ import annotations
 
 import fnmatch
+import string
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -49,13 +50,13 @@ class PromptSetConfig(Config):
     config: str | None = Field(None, description="configuration (subset) of a Hugging Face id")
     split: str = Field("train", min_length=1, description="split; local files have the one split train")
     revision: str | None = Field(None, description="commit of a Hugging Face id, 40 hex digits; nothing else has one")
-    column: str | None = Field(None, description="column that holds the text")
-    template: str | None = Field(None, description="text from several columns, e.g. {question}\\n{answer}")
-    messages: str | None = Field(None, description="column of chat messages: a list of role and content")
+    column: str | None = Field(None, min_length=1, description="column that holds the text")
+    template: str | None = Field(None, min_length=1, description="text from several columns, e.g. {question}\\n{answer}")
+    messages: str | None = Field(None, min_length=1, description="column of chat messages: a list of role and content")
     limit: int | None = Field(None, ge=1, description="rows to take, from the first")
     chat_template: bool = Field(False, description="wrap each text in the model's chat template")
     score: ScoreSettings | None = Field(None, description="what is scored on this set, where it differs from the night's")
-    answer: str | None = Field(None, description="column that holds the right answer, which each text ends with")
+    answer: str | None = Field(None, min_length=1, description="column that holds the right answer, which each text ends with")
     answers: AnswerSettings | None = Field(None, description="how its questions are asked; the built-in sets have answers")
 
     @model_validator(mode="before")
@@ -73,6 +74,8 @@ class PromptSetConfig(Config):
             raise ValueError(f"{' and '.join(given)} are both given: a row's text comes from one of them")
         if not given and self.source not in BUILT_IN:
             raise ValueError(f"source={self.source!r} needs column, template or messages, to say what a row's text is")
+        if self.template is not None:
+            template_columns(self.template)
         if self.answers is not None and (self.messages or self.chat_template):
             raise ValueError("answers are cut off texts: give a column or template, and chat: true within answers")
         if self.answers is not None and self.answer is None and (given or not self.built_in):
@@ -83,6 +86,22 @@ class PromptSetConfig(Config):
     def built_in(self) -> bool:
         """Whether the set comes with the project and needs no network."""
         return self.source in BUILT_IN
+
+
+def template_columns(template: str) -> list[str]:
+    """Return the columns that ``template`` names, each as ``{column}``.
+
+    Raises:
+        ValueError: a brace stands alone, or a column comes with a conversion or a format.
+    """
+    try:
+        fields = [parts[1:] for parts in string.Formatter().parse(template) if parts[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"template={template!r}: {error}; a brace that is meant is written twice") from None
+    for name, form, conversion in fields:
+        if form or conversion:
+            raise ValueError(f"template={template!r}: {{{name}}} is filled in as it is, without a conversion or a format")
+    return [str(name) for name, _, _ in fields]
 
 
 TierMetric = Literal["kl_mean", "kl_p99", "flip_rate"]

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from kivi.measure import MeasureError
 from kivi.measure.answers import Question
-from tasks.config import Config, PromptSetConfig
+from tasks.config import Config, PromptSetConfig, template_columns
 from tasks.sources import PromptSetError, open_source
 
 __all__ = ["PromptSet", "PromptSetError", "load_prompt_set"]
@@ -108,14 +108,10 @@ def _template(config: PromptSetConfig) -> str | None:
     return config.template if own else TEMPLATES[config.source]
 
 
-def _fields(template: str) -> list[str]:
-    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-
-
 def _check_columns(config: PromptSetConfig, columns: list[str]) -> None:
     template = _template(config)
     named = (config.column, config.messages, config.answer)
-    wanted = [name for name in named if name] + (_fields(template) if template else [])
+    wanted = [name for name in named if name] + (template_columns(template) if template else [])
     if template and not wanted:
         raise PromptSetError(f"prompt set {config.name!r}: template={template!r} names no column, e.g. {{{columns[0]}}}")
     for name in wanted:

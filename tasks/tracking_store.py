@@ -50,8 +50,24 @@ class TrackingStore:
 
 
 def database_uri(tracking_dir: Path) -> str:
-    """Return the address of the store's database."""
+    """Return the address of the store's database.
+
+    Raises:
+        TrackingError: see :func:`require_address`.
+    """
+    require_address(tracking_dir)
     return f"sqlite:///{tracking_dir.resolve() / DATABASE}"
+
+
+def require_address(tracking_dir: Path) -> None:
+    """Refuse a folder whose path means another in the address of a database.
+
+    Raises:
+        TrackingError: the path has a ``?`` or a ``%``, which MLflow and SQLAlchemy take for a query and for an escape.
+    """
+    path = str(tracking_dir.resolve())
+    if "?" in path or "%" in path:
+        raise TrackingError(f"{path}: a database's address cannot hold '?' or '%'; choose another --tracking-dir")
 
 
 @contextmanager
@@ -85,6 +101,7 @@ def hold(tracking_dir: Path) -> Iterator[None]:
     Raises:
         TrackingError: the folder cannot be written, or another process keeps the lock.
     """
+    require_address(tracking_dir)
     lock = FileLock(tracking_dir / LOCK, timeout=LOCK_TIMEOUT_S, thread_local=False)
     try:
         tracking_dir.mkdir(parents=True, exist_ok=True)

@@ -57,6 +57,11 @@ def result_file(tmp_path, make_result):
     [
         ("specs: [full", "matrix.yaml: not YAML"),
         ("specs: []", "matrix.yaml: specs"),
+        ("specs: [full]\nprompt_sets: [{source: p.json, template: '{'}]", "template='{': Single '{' encountered"),
+        ("specs: [full]\nprompt_sets: [{source: p.json, template: '{a:d}'}]", "{a} is filled in as it is"),
+        ("specs: [full]\nprompt_sets: [{source: p.json, column: ''}]", "prompt_sets[0].column"),
+        ("specs: ['kivi:bits=2']\nthresholds: {'kivi:bits=2': {kl_mean: 0}}", "'kivi:bits=2' matches no cache of this matrix"),
+        ("specs: ['kivi:bits=2']\nthresholds: {'kivi-*-auto': {kl_mean: 0}}", "'kivi-*-auto' matches no cache of this matrix"),
         ("spec: [full]\nspecs: [full]", "matrix.yaml: spec: no such field"),
         ("specs: [kivi:bits=3]", "KIVI codes have 2, 4 or 8 bits"),
         ("specs: ['kivi:bits=2,backend=metal', 'kivi:bits=2,backend=cuda']", "use backend=auto or backend=mlx"),
@@ -84,6 +89,10 @@ def test_a_bad_matrix_is_one_sentence_and_exit_code_2(matrix, tmp_path, text, se
         (("evaluate", "embedded", "humaneval", "full", "--limit", "0"), "greater than or equal to 1"),
         (("import", "no.json"), "no.json: cannot be read"),
         (("nightly", "--config", "no.yaml"), "no.yaml: cannot be read"),
+        (("nightly", "--tracking-dir", "what?"), "a database's address cannot hold '?'"),
+        (("evaluate", "embedded", "humaneval", "full", "--tracking-dir", "a%41"), "a database's address cannot hold"),
+        (("baseline", "set", "--tracking-dir", "what?"), "what?"),
+        (("baseline", "pin", "one", "--remove"), "--remove takes off all pins: leave 'one' out"),
     ],
 )
 def test_bad_arguments_are_one_sentence_and_exit_code_2(arguments, sentence):
@@ -150,9 +159,11 @@ def test_import_of_something_else_is_one_sentence(tmp_path):
 
 def test_a_tracking_folder_that_cannot_be_used_is_one_sentence(tmp_path, result_file):
     (tmp_path / "file").write_text("")
-    done = call("import", result_file(), "--tracking-dir", tmp_path / "file")
-    assert done.exit_code == 2
-    assert "choose another --tracking-dir" in done.stderr
+    for folder in ("file", "what?", "a%41"):
+        done = call("import", result_file(), "--tracking-dir", tmp_path / folder)
+        assert done.exit_code == 2
+        assert "choose another --tracking-dir" in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("file", "result.json")] == []
 
 
 def test_doctor_says_what_there_is_with_a_remedy(tmp_path):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import prefect
 import pytest
 import typer
 
-from flows.commands import INTERRUPTED, run_flow, sentences
+from flows.commands import INTERRUPTED, TERMINATED, run_flow, sentences
 
 
 class Interrupting(dict):
@@ -33,6 +38,25 @@ def test_ctrl_c_before_prefect_has_made_a_task_run_is_a_sentence(prefect_server,
     said = capfd.readouterr().err
     assert said.splitlines()[-1].startswith("kivi: interrupted; what is finished is kept")
     assert "Traceback" not in said
+
+
+def test_sigterm_is_a_sentence_and_its_handler_goes_with_the_command(capfd):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended, sentences():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.exit_code == TERMINATED
+    assert capfd.readouterr().err.startswith("kivi: interrupted; what is finished is kept")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_output_that_nobody_reads_changes_no_exit_code():
+    script = (
+        "from flows.commands import readers_may_leave\nwith readers_may_leave():\n    print('x' * 10**6)\nraise SystemExit(7)"
+    )
+    command = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command.stdout.close()
+    said = command.stderr.read()
+    assert (command.wait(60), said) == (7, b"")
 
 
 def test_an_error_in_answer_to_an_error_is_no_interruption():

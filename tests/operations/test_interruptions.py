@@ -141,8 +141,9 @@ def test_a_night_killed_at_random_moments_ends_equal_to_one_that_was_not(
     assert time.monotonic() - started < 30
 
 
-def test_ctrl_c_ends_a_night_with_a_sentence_and_the_next_goes_on(
-    prefect_server: None, tiny_matrix: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_a_night_with_a_sentence_and_the_next_goes_on(
+    sent: signal.Signals, prefect_server: None, tiny_matrix: dict[str, Any], tmp_path: Path
 ) -> None:
     matrix, mlruns = tmp_path / "tiny.yaml", tmp_path / "mlruns"
     matrix.write_text(json.dumps(tiny_matrix))
@@ -160,9 +161,9 @@ def test_ctrl_c_ends_a_night_with_a_sentence_and_the_next_goes_on(
     night = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     while not count(mlruns / "results") and night.poll() is None:
         time.sleep(0.01)
-    night.send_signal(signal.SIGINT)
+    night.send_signal(sent)
     _, said = night.communicate(timeout=60)
-    assert night.returncode == 130, said
+    assert night.returncode == 128 + sent, said
     assert said.splitlines()[-1] == "kivi: interrupted; what is finished is kept, and the same command goes on from there"
     assert "Traceback" not in said
     before = finished(mlruns)
