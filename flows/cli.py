@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,18 @@ import typer
 from rich.console import Console
 
 from flows import cli_baseline, cli_checks, cli_store
-from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, readers_may_leave, run_flow, sentences
+from flows.commands import (
+    FAILED,
+    INTERRUPTED,
+    MLRUNS,
+    PASSED,
+    TERMINATED,
+    AsJson,
+    TrackingDir,
+    result_console,
+    run_flow,
+    sentences,
+)
 
 if TYPE_CHECKING:
     from flows.nightly import NightResult
@@ -167,7 +179,12 @@ def ui(
 
 def main() -> None:
     """Run the command line: 0 passed, 1 a regression or a failed cell, 2 bad usage or configuration."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code in {INTERRUPTED, TERMINATED}:
+            sys.unraisablehook = lambda _: None  # what a signal found half built falls apart now, and would say so
+        raise
 
 
 def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:
@@ -189,7 +206,7 @@ def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:
 
 
 def _check_thresholds(matrix: NightlyConfig) -> None:
-    """Refuse limits that no cache of the matrix has, whatever the backend: they would hold without being looked at.
+    """Refuse limits that no cache of the matrix has, whatever the backend: nothing would be held to them.
 
     Raises:
         ConfigError: a pattern of ``thresholds`` matches none of the slugs.
@@ -212,8 +229,8 @@ def _finish(result: NightResult, tracking_dir: Path, as_json: bool) -> None:
     from flows.terminal import as_json as jsonable
     from flows.terminal import show
 
-    with readers_may_leave():
-        show(Console(stderr=as_json), result, tracking_dir)
+    with result_console(as_json) as console:
+        show(console, result, tracking_dir)
         if as_json:
             print(json.dumps(jsonable(result, tracking_dir), indent=2))  # noqa: T201  the result
     raise typer.Exit(PASSED if result.verdict.passed else FAILED)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
 
-from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, run_flow, sentences
+from flows.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, result_console, run_flow, sentences
 
 if TYPE_CHECKING:
     from flows.audit import Audited
@@ -78,17 +77,16 @@ def finish(result: Compared | Audited, tracking_dir: Path, as_json: bool) -> NoR
     from flows.compare import Compared
     from flows.terminal_checks import show_audit, show_comparison
 
-    console = Console(stderr=as_json)
-    if isinstance(result, Compared):
-        show_comparison(console, result, tracking_dir)
-        passed, measured = result.result.passed, result.result.model_dump(mode="json")
-    else:
-        show_audit(console, result, tracking_dir)
-        passed, measured = result.report.passed, result.report.model_dump(mode="json")
-    if as_json:
-        look = result.logged.model_dump(mode="json")
-        print(json.dumps({"passed": passed, "logged": look, "result": measured}, indent=2))  # noqa: T201  the result
-    raise typer.Exit(PASSED if passed else FAILED)
+    measured = result.result if isinstance(result, Compared) else result.report
+    with result_console(as_json) as console:
+        if isinstance(result, Compared):
+            show_comparison(console, result, tracking_dir)
+        else:
+            show_audit(console, result, tracking_dir)
+        if as_json:
+            shown = {"logged": result.logged.model_dump(mode="json"), "result": measured.model_dump(mode="json")}
+            print(json.dumps({"passed": measured.passed, **shown}, indent=2))  # noqa: T201  the result
+    raise typer.Exit(PASSED if measured.passed else FAILED)
 
 
 def _model(name: str) -> str | None:

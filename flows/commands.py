@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from flows.errors import Terminated, interruption, is_usage
+
 PASSED, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # what shells expect of a command that a signal ended
 
@@ -31,7 +33,6 @@ def sentences() -> Iterator[None]:
         with terminable():
             yield
     except BaseException as error:
-        from flows.errors import Terminated, interruption, is_usage
         from tasks.escape import visible
 
         if (signalled := interruption(error)) is not None:
@@ -48,8 +49,6 @@ def terminable() -> Iterator[None]:
     """Have SIGTERM unwind as Ctrl-C does, so that no server which Prefect started for a flow outlives the command."""
 
     def terminate(*_: object) -> None:
-        from flows.errors import Terminated
-
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, terminate)
@@ -59,11 +58,17 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class _ResultConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave what happens to whoever prints; rich would end the process with exit code 1, which means a failed night."""
+        raise BrokenPipeError
+
+
 @contextmanager
-def readers_may_leave() -> Iterator[None]:
-    """Let what is printed be cut off, as ``| head -1`` does: the exit code stays the verdict's."""
+def result_console(as_json: bool) -> Iterator[Console]:
+    """Yield what shows a result, on stderr beside JSON. A reader that leaves, as ``| head -1`` does, changes no exit code."""
     try:
-        yield
+        yield _ResultConsole(stderr=as_json)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends

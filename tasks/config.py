@@ -95,13 +95,13 @@ def template_columns(template: str) -> list[str]:
         ValueError: a brace stands alone, or a column comes with a conversion or a format.
     """
     try:
-        fields = [parts[1:] for parts in string.Formatter().parse(template) if parts[1] is not None]
+        parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"template={template!r}: {error}; a brace that is meant is written twice") from None
-    for name, form, conversion in fields:
+    for _, name, form, conversion in parts:
         if form or conversion:
             raise ValueError(f"template={template!r}: {{{name}}} is filled in as it is, without a conversion or a format")
-    return [str(name) for name, _, _ in fields]
+    return [name for _, name, _, _ in parts if name is not None]
 
 
 TierMetric = Literal["kl_mean", "kl_p99", "flip_rate"]

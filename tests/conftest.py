@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -260,6 +261,13 @@ def _older_objects_are_no_garbage() -> None:
     """Spare the garbage collector what is there already: measuring memory collects often, over millions of imported objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def kivi_command() -> tuple[str, ...]:
+    """The command `kivi` as at a terminal: a shell that runs tests in the background has theirs ignore Ctrl-C."""
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    return (sys.executable, "-c", f"{heard}; from flows.cli import main; main()")
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,6 @@ from tasks.config import ConfigError
 from tasks.track import find_nights
 from tasks.tracking_store import writer
 
-CLI = [sys.executable, "-c", "from flows.cli import main; main()"]
-
 
 def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -187,15 +185,12 @@ def test_doctor_fails_when_nothing_could_be_logged(tmp_path):
     assert "--tracking-dir" in finding["remedy"]
 
 
-def test_ui_serves_the_store_and_prints_links(tmp_path, result_file):
+def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_command):
     assert call("import", result_file(), "--tracking-dir", tmp_path / "mlruns").exit_code == 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A shell that runs tests in the background has its commands ignore Ctrl-C, and theirs with them.
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{heard}; from flows.cli import main; main()"]
-    command += ["ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--json"]
+    command = [*kivi_command, "ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         links = json.loads(process.stdout.readline())

@@ -49,9 +49,10 @@ def test_sigterm_is_a_sentence_and_its_handler_goes_with_the_command(capfd):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_output_that_nobody_reads_changes_no_exit_code():
+@pytest.mark.parametrize("shown", ["console.print('x ' * 10**5)", "print('x' * 10**6)", "console.print('x')"])
+def test_output_that_nobody_reads_changes_no_exit_code(shown):
     script = (
-        "from flows.commands import readers_may_leave\nwith readers_may_leave():\n    print('x' * 10**6)\nraise SystemExit(7)"
+        f"from flows.commands import result_console\nwith result_console(False) as console:\n    {shown}\nraise SystemExit(7)"
     )
     command = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command.stdout.close()
@@ -65,3 +66,25 @@ def test_an_error_in_answer_to_an_error_is_no_interruption():
             raise ValueError("first")
         except ValueError:
             raise ValueError("second")  # noqa: B904  its context is what is tested
+
+
+@pytest.mark.parametrize(("code", "quiet"), [(INTERRUPTED, True), (TERMINATED, True), (1, False)])
+def test_what_a_signal_found_half_built_says_nothing_more(code, quiet):
+    """A lock of another library, interrupted in its own __init__, has a __del__ that fails when the command ends."""
+    script = f"""
+from flows import cli
+
+class Half:
+    def __del__(self):
+        self.never_set
+
+def app():
+    half = Half()
+    raise SystemExit({code})
+
+cli.app = app
+cli.main()
+"""
+    command = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert command.returncode == code
+    assert (command.stderr == "") == quiet, command.stderr

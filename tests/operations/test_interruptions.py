@@ -20,8 +20,6 @@ from prefect.settings import PREFECT_API_URL
 from kivi.measure.results import CellResult
 
 KILLS_BY_CHANCE = 5
-# A shell that runs tests in the background has its commands ignore Ctrl-C, and theirs with them.
-AS_AT_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 # Imports once, which takes most of a run's time, and forks for each run of the night: a process of its own to be killed.
 STARTER = """
 import os, sys
@@ -143,21 +141,16 @@ def test_a_night_killed_at_random_moments_ends_equal_to_one_that_was_not(
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_ends_a_night_with_a_sentence_and_the_next_goes_on(
-    sent: signal.Signals, prefect_server: None, tiny_matrix: dict[str, Any], tmp_path: Path
+    sent: signal.Signals,
+    kivi_command: tuple[str, ...],
+    prefect_server: None,
+    tiny_matrix: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     matrix, mlruns = tmp_path / "tiny.yaml", tmp_path / "mlruns"
     matrix.write_text(json.dumps(tiny_matrix))
     environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "KIVI_CACHE_DIR": str(tmp_path / "cache")}
-    command = [
-        sys.executable,
-        "-c",
-        f"{AS_AT_A_TERMINAL}; from flows.cli import main; main()",
-        "nightly",
-        "--config",
-        str(matrix),
-        "--tracking-dir",
-        str(mlruns),
-    ]
+    command = [*kivi_command, "nightly", "--config", str(matrix), "--tracking-dir", str(mlruns)]
     night = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     while not count(mlruns / "results") and night.poll() is None:
         time.sleep(0.01)
