@@ -6,7 +6,7 @@ from kivi.blas import BLAS  # first: it must run before mlx.core is loaded
 from kivi.accounting import CacheBytes
 from kivi.batch import BatchKIVICache
 from kivi.build import install, make_prompt_cache
-from kivi.cache import KIVICache, register
+from kivi.cache import KIVICache
 from kivi.roundtrip import RoundTripKIVICache
 from kivi.spec import CacheSpec
 
@@ -21,5 +21,3 @@ __all__ = [
     "install",
     "make_prompt_cache",
 ]
-
-register()  # so that mlx-lm's load_prompt_cache knows the caches

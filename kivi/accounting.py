@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
@@ -68,15 +68,35 @@ def resident_bytes(arrays: Iterable[mx.array | None]) -> int:
     return sum(array.nbytes for array in distinct.values())
 
 
+class Token(NamedTuple):
+    """What a token of one KV head is in full precision: channels of key and value, and bytes of one of their numbers.
+
+    Keys and values differ in dtype where a 16-bit model norms its keys in float32.
+    """
+
+    key_dim: int
+    value_dim: int
+    key_itemsize: int
+    value_itemsize: int
+
+    @classmethod
+    def of(cls, keys: mx.array, values: mx.array) -> Token:
+        """Return that of arrays ``[..., D]``."""
+        return cls(keys.shape[-1], values.shape[-1], keys.itemsize, values.itemsize)
+
+    @property
+    def size(self) -> int:
+        """Bytes of key and value."""
+        return self.key_dim * self.key_itemsize + self.value_dim * self.value_itemsize
+
+
 def packed_bytes(
     spec: CacheSpec,
+    token: Token,
     *,
     rows: int,
-    key_dim: int,
-    value_dim: int,
     quantized: int,
     exact: int,
-    itemsize: int,
     resident: int,
     spare: int = 0,
 ) -> CacheBytes:
@@ -88,25 +108,23 @@ def packed_bytes(
 
     Args:
         spec: Bits, group size and dtype of the parameters.
+        token: A token in full precision.
         rows: Batch rows times KV heads.
-        key_dim: Channels of a key.
-        value_dim: Channels of a value.
         quantized: Tokens a row that are stored as codes, a whole number of groups.
         exact: Tokens a row in full precision.
-        itemsize: Bytes of a full-precision number.
         resident: Bytes of the live arrays, measured by the caller.
         spare: Bytes of capacity that holds no token.
     """
     group = spec.group_size
     params = 2 * spec.params.size  # a scale and a zero
-    value_width = padded_length(value_dim, group)
+    value_width = padded_length(token.value_dim, group)
     return CacheBytes(
         resident=resident,
-        full_precision=rows * (quantized + exact) * (key_dim + value_dim) * itemsize,
-        key_codes=rows * quantized * key_dim * spec.key_bits // 8,
-        key_params=rows * (quantized // group) * key_dim * params,
+        full_precision=rows * (quantized + exact) * token.size,
+        key_codes=rows * quantized * token.key_dim * spec.key_bits // 8,
+        key_params=rows * (quantized // group) * token.key_dim * params,
         value_codes=rows * quantized * value_width * spec.value_bits // 8,
         value_params=rows * quantized * (value_width // group) * params,
-        residual=rows * exact * (key_dim + value_dim) * itemsize,
+        residual=rows * exact * token.size,
         spare=spare,
     )

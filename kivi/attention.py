@@ -140,8 +140,8 @@ def require_dispatch(caller: dict[str, Any]) -> None:
     module = str(caller.get("__name__", ""))
     if module.startswith(MLX_LM_MODELS) and caller.get(NAME) is not scaled_dot_product_attention:
         raise AttentionError(
-            f"{module} does not attend through kivi: make its caches with kivi.make_prompt_cache(model, spec) or call "
-            "kivi.install(model, spec) first"
+            f"{module} does not attend through kivi: make its caches with kivi.make_prompt_cache(model, spec) or, for caches "
+            "that were loaded, call kivi.install(model, spec) first"
         )
 
 

@@ -19,17 +19,22 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from kivi.accounting import CacheBytes, packed_bytes, resident_bytes
+from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
-from kivi.cache import MAX_CODE_QUERIES, STATE_ARRAYS, KIVICache
+from kivi.cache import MAX_CODE_QUERIES, KIVICache
+from kivi.masks import default_mask, in_storage_order
 from kivi.rows import RowWindow, code_rows, sink_rows
 from kivi.spec import CacheSpec, SpecError
-from kivi.storage import CodeStore
+from kivi.state import STATE_ARRAYS, Value, loadable, require_state
+from kivi.storage import CodeStore, live_arrays, require_fitting
+
+LENGTHS = ("offsets", "left_padding", "right_padding", "sinks", "codes", "starts")  # of a state, a number a row
 
 _backend = functools.cache(resolve)
 
 
+@loadable
 class BatchKIVICache:
     """A packed KV cache of one layer for sequences of different lengths.
 
@@ -42,6 +47,9 @@ class BatchKIVICache:
     """
 
     def __init__(self, spec: CacheSpec, left_padding: Sequence[int]) -> None:
+        self._start(spec, left_padding)
+
+    def _start(self, spec: CacheSpec, left_padding: Sequence[int]) -> None:
         KIVICache(spec)  # it refuses what it cannot take: another kind, a missing backend
         rows = len(left_padding)
         self.spec = spec
@@ -75,8 +83,12 @@ class BatchKIVICache:
 
         Raises:
             AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            ValueError: keys and values do not go together, or not with what is here; the batch is as it was.
         """
         require_dispatch(sys._getframe(1).f_globals)
+        require_fitting(keys, values, (self._window.keys, self._window.values))
+        if keys.shape[0] != len(self._offsets):
+            raise ValueError(f"keys {keys.shape}: this batch has {len(self._offsets)} rows")
         self._settle()
         columns = keys.shape[-2]
         skipped = [min(columns, max(0, padding - self._width)) for padding in self._left_padding]
@@ -110,11 +122,12 @@ class BatchKIVICache:
         """
         length = queries.shape[-2]
         if mask is None or isinstance(mask, str):
-            mask = self._own_mask(length, causal=mask is not None)
+            mask = default_mask(length, width=self._width, left_padding=self._left_padding, causal=mask is not None)
         if length > MAX_CODE_QUERIES:
             keys, values = self.keys_and_values()
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        columns = self._in_storage_order(mask)
+        stored = self._sinks.capacity + self._codes.capacity
+        columns = in_storage_order(mask, width=self._width, left_padding=self._left_padding, stored=stored, window=self._window)
         return self.backend.decode_attention(queries, self._history(), scale=scale, causal=False, mask=columns, sinks=sinks)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -165,6 +178,7 @@ class BatchKIVICache:
         self._offsets = [self._offsets[row] for row in rows]
         self._right_padding = [self._right_padding[row] for row in rows]
         self._left_padding = [self._left_padding[row] for row in rows]
+        self._to_come = None if self._to_come is None else [self._to_come[row] for row in rows]
         common = max(0, min(self._left_padding))
         self._left_padding = [padding - common for padding in self._left_padding]
         self._width -= common
@@ -227,29 +241,57 @@ class BatchKIVICache:
         return self._window.keys is None
 
     @property
-    def state(self) -> list[mx.array]:
-        """The live arrays, for ``mx.eval``; to save a row, :meth:`extract` it."""
+    def state(self) -> dict[str, Value]:
+        """Lengths, padding and the live arrays, spare capacity included, for ``save_prompt_cache`` and ``mx.eval``."""
         self._settle()
-        window = (self._window.keys, self._window.values)
-        return [*self._sinks.arrays, *self._codes.arrays, *(part for part in window if part is not None)]
+        arrays = (*self._sinks.slots, self._window.keys, self._window.values, *self._codes.slots)
+        return {
+            "spec": self.spec.model_dump_json(),
+            "width": self._width,
+            "offsets": self._offsets,
+            "left_padding": self._left_padding,
+            "right_padding": self._right_padding,
+            "to_come": self._to_come,
+            "sinks": self._sinks.counts,
+            "codes": self._codes.counts,
+            "starts": self._window.starts,
+            "stop": self._window.stop,
+            **dict(zip(STATE_ARRAYS, arrays, strict=True)),
+        }
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        require_state(state, ("spec", "width", *LENGTHS, "to_come", "stop"))
+        lengths = {name: list(state[name]) for name in LENGTHS}
+        arrays = [None if state[name] is None else mx.array(state[name]) for name in STATE_ARRAYS]
+        self._start(CacheSpec.from_json(state["spec"]), lengths["left_padding"])
+        self._width, self._offsets, self._right_padding = state["width"], lengths["offsets"], lengths["right_padding"]
+        self._to_come = None if state["to_come"] is None else list(state["to_come"])
+        self._sinks.restore(lengths["sinks"], arrays[:2])
+        self._codes.restore(lengths["codes"], arrays[4:])
+        self._window.starts, self._window.stop = lengths["starts"], state["stop"]
+        self._window.keys, self._window.values = arrays[2:4]
+        held = [frontier + self._window.count(row) for row, frontier in enumerate(self.frontiers)]
+        if held != self._offsets:
+            raise ValueError(f"offsets={self._offsets}: the state's rows hold {held} tokens, so it is damaged; make it anew")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """Return the batch whose :attr:`state` this is, in arrays of its own."""
+        batch = cls.__new__(cls)
+        batch.state = state
+        return batch
 
     def bytes(self) -> CacheBytes:
         """Return what the rows weigh together; the capacity that shorter rows leave unused is ``spare``."""
-        resident = resident_bytes(self.state)
+        resident = self.nbytes
         if self._window.keys is None or self._window.values is None:
             return CacheBytes(resident=resident, full_precision=0)
         rows = len(self._offsets)
         quantized = sum(self._codes.counts)
         exact = sum(self._offsets) - quantized
-        bill = functools.partial(
-            packed_bytes,
-            self.spec,
-            rows=self._window.keys.shape[1],
-            key_dim=self._window.keys.shape[-1],
-            value_dim=self._window.values.shape[-1],
-            itemsize=self._window.keys.itemsize,
-            resident=resident,
-        )
+        token = Token.of(self._window.keys, self._window.values)
+        bill = functools.partial(packed_bytes, self.spec, token, rows=self._window.keys.shape[1], resident=resident)
         unused = bill(
             quantized=rows * self._codes.capacity - quantized,
             exact=rows * (self._sinks.capacity + self._window.capacity) - exact,
@@ -259,7 +301,8 @@ class BatchKIVICache:
     @property
     def nbytes(self) -> int:
         """Bytes of the live arrays."""
-        return resident_bytes(self.state)
+        self._settle()
+        return resident_bytes(live_arrays(vars(self)))
 
     @classmethod
     def _of_one(cls, cache: KIVICache) -> Self:
@@ -290,6 +333,7 @@ class BatchKIVICache:
             if batch._to_come is not None:
                 raise ValueError("a batch in the middle of a padded prompt cannot be joined: call finalize() first")
             batch._settle()
+        self._window.require_alike([batch._window for batch in others])
         width = max(batch._width for batch in batches)
         self._left_padding = [width - batch._width + padding for batch in batches for padding in batch._left_padding]
         self._offsets = [offset for batch in batches for offset in batch._offsets]
@@ -357,26 +401,3 @@ class BatchKIVICache:
             code_count=mx.array(self._codes.counts, mx.int32),
             window_count=mx.array([self._window.stop] * len(self._offsets), mx.int32),
         )
-
-    def _own_mask(self, length: int, *, causal: bool) -> mx.array:
-        """Return the mask of a call whose model made none: padding is hidden, and what comes later if ``causal``."""
-        if not causal:
-            return mx.arange(self._width) >= mx.array(self._left_padding)[:, None, None, None]
-        offset = self._width - length
-        mask: mx.array = create_causal_mask(length, offset=offset, left_padding=mx.array(self._left_padding))
-        return mask
-
-    def _in_storage_order(self, mask: mx.array) -> mx.array:
-        """Return ``mask``, in left-padded coordinates, for the columns of sinks, codes and window."""
-        shape = (1,) * (4 - mask.ndim) + mask.shape
-        mask = mx.broadcast_to(mask.reshape(shape), (len(self._offsets), *shape[1:3], self._width))
-        stored = self._sinks.capacity + self._codes.capacity  # columns from each row's position 0 on
-        positions = mx.array(self._left_padding)[:, None, None, None] + mx.arange(stored)
-        positions = mx.broadcast_to(mx.minimum(positions, self._width - 1), (*mask.shape[:-1], stored))
-        window = self._window
-        unused = max(0, window.stop - self._width)  # columns that are older than the padded coordinates
-        newest = mask[..., max(0, self._width - window.stop) :]
-        newest = mx.pad(newest, [(0, 0)] * 3 + [(unused, window.capacity - window.stop)])
-        seen = mx.arange(window.capacity) >= mx.array(window.starts)[:, None, None, None]
-        newest = newest & seen if mask.dtype == mx.bool_ else mx.where(seen, newest, -mx.inf)
-        return mx.concatenate([mx.take_along_axis(mask, positions, axis=-1), newest], axis=-1)

@@ -67,7 +67,8 @@ def install(model: Module, spec: CacheSpec) -> Installation:
     """Make ``model.make_cache`` return the caches of ``spec``.
 
     ``mlx_lm.server``, ``BatchGenerator``, ``generate`` and all that asks the model for its cache then gets these. Install a
-    draft model for speculative decoding likewise. Installing again replaces the spec.
+    draft model for speculative decoding likewise. Installing again replaces the spec for caches that are made from then on:
+    a server that keeps prompt caches must start that store anew, since one batch has one spec.
 
     Args:
         model: A model of mlx-lm.

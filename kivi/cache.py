@@ -27,20 +27,16 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from kivi.accounting import CacheBytes, packed_bytes, resident_bytes
+from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.spec import CacheSpec, SpecError
-from kivi.storage import CodeStore, ExactStore, live_arrays
+from kivi.state import STATE_ARRAYS, Value, loadable, require_state
+from kivi.storage import CodeStore, ExactStore, live_arrays, require_fitting
 
 # Up to here queries attend on codes; more queries share the cost of dequantising the history once. Enough for decoding and
 # for the drafts of speculative decoding (mlx-lm's default is 2 or 3 a step).
 MAX_CODE_QUERIES = 8
-
-STATE_ARRAYS = (
-    *("sink_keys", "sink_values", "window_keys", "window_values"),
-    *("key_words", "key_scale", "key_zero", "value_words", "value_scale", "value_zero"),
-)
 
 _backend = functools.cache(resolve)  # asking what the machine has is slow; a cache holds a name, so that it can be copied
 
@@ -49,6 +45,7 @@ class NonFiniteError(ValueError):
     """NaN or infinity in a cache; the message names layer, what and token position."""
 
 
+@loadable
 class KIVICache:
     """A packed KV cache of one layer, of one sequence or of several of equal length.
 
@@ -111,9 +108,9 @@ class KIVICache:
             ValueError: keys and values do not go together, or not with what is here; the cache is as it was.
         """
         require_dispatch(sys._getframe(1).f_globals)
-        self._window.require_fitting(keys, values)
+        require_fitting(keys, values, (self._window.keys, self._window.values))
         self._settle()
-        first = self._frontier_of(self.offset + 1)
+        first = self._frontier_of(self.offset + min(1, keys.shape[-2]))
         if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised
             self._flush(first)
         to_sinks = min(keys.shape[-2], max(0, self.spec.sink_length - self.offset))
@@ -184,7 +181,7 @@ class KIVICache:
         return n
 
     @property
-    def state(self) -> dict[str, mx.array | int | str | None]:
+    def state(self) -> dict[str, Value]:
         """What the cache is, the tokens that are there and no spare capacity, for ``save_prompt_cache`` and ``mx.eval``."""
         self._settle()
         exact: list[mx.array | None] = [None] * 4
@@ -201,10 +198,8 @@ class KIVICache:
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        missing = {"spec", "offset", *STATE_ARRAYS} - state.keys()
-        if missing:
-            raise ValueError(f"the state lacks {', '.join(sorted(missing))}: it is not that of a packed cache, or is damaged")
-        self._start(CacheSpec.model_validate_json(state["spec"]))
+        require_state(state, ("spec", "offset"))
+        self._start(CacheSpec.from_json(state["spec"]))
         self.offset = state["offset"]
         sink_keys, sink_values, window_keys, window_values, *codes = (state[name] for name in STATE_ARRAYS)
         if sink_keys is not None:
@@ -220,7 +215,13 @@ class KIVICache:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Return the cache whose :attr:`state` this is, in arrays of its own."""
+        """Return the cache whose :attr:`state` this is, in arrays of its own.
+
+        Raises:
+            SpecError: the spec that was saved is not one of this version.
+            BackendError: it names a backend that is not available here; caches saved with ``backend="auto"`` go anywhere.
+            ValueError: it is no state of a packed cache, or is damaged.
+        """
         cache = cls.__new__(cls)
         cache.state = state
         return cache
@@ -261,16 +262,9 @@ class KIVICache:
         resident = resident_bytes(arrays)
         if self._window.keys is None or self._window.values is None:
             return CacheBytes(resident=resident, full_precision=0)
-        batch, heads, _, key_dim = self._window.keys.shape
-        bill = functools.partial(
-            packed_bytes,
-            self.spec,
-            rows=batch * heads,
-            key_dim=key_dim,
-            value_dim=self._window.values.shape[-1],
-            itemsize=self._window.keys.itemsize,
-            resident=resident,
-        )
+        batch, heads = self._window.keys.shape[:2]
+        token = Token.of(self._window.keys, self._window.values)
+        bill = functools.partial(packed_bytes, self.spec, token, rows=batch * heads, resident=resident)
         quantized, exact = self._codes.count, self._sinks.count + self._window.count
         unused = bill(quantized=self._codes.capacity - quantized, exact=self._sinks.capacity + self._window.capacity - exact)
         return bill(quantized=quantized, exact=exact, spare=unused.accounted)
@@ -379,6 +373,7 @@ class KIVICache:
         return mx.concatenate(columns, axis=-1)
 
 
+@loadable
 class DequantizedKIVICache(KIVICache):
     """The control lane: the same codes, but every query attends by standard attention on the dequantised history.
 
@@ -386,9 +381,3 @@ class DequantizedKIVICache(KIVICache):
     """
 
     max_code_queries = 0
-
-
-def register() -> None:
-    """Make mlx-lm's ``load_prompt_cache`` know the caches: it looks classes up by name in its own module."""
-    for cache in (KIVICache, DequantizedKIVICache):
-        setattr(mlx_lm_cache, cache.__name__, cache)

@@ -32,6 +32,7 @@ from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from kivi import embedded
+from kivi.quantize import dtype_name
 
 EMBEDDED = "embedded"
 Dtype = Literal["auto", "stored", "float32", "float16", "bfloat16"]
@@ -274,7 +275,7 @@ def _cast(model: Module, dtype: mx.Dtype) -> Module:
 
 def _describe_dtype(model: Any) -> str:
     parameters = dict(tree_flatten(model.parameters())).values()
-    dtype = str(next(p.dtype for p in parameters if mx.issubdtype(p.dtype, mx.floating))).removeprefix("mlx.core.")
+    dtype = dtype_name(next(p.dtype for p in parameters if mx.issubdtype(p.dtype, mx.floating)))
     bits = [module.bits for module in model.modules() if isinstance(module, QuantizedLinear)]
     return f"{max(set(bits), key=bits.count)}bit-{dtype}" if bits else dtype
 

@@ -47,6 +47,11 @@ def smallest_scale(param_dtype: mx.Dtype) -> float:
     return 2.0**-24 if param_dtype == mx.float16 else 1e-8
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return ``float16`` for ``mlx.core.float16``."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def padded_length(length: int, group_size: int) -> int:
     """Return ``length`` rounded up to whole groups."""
     return -(-length // group_size) * group_size

@@ -8,16 +8,18 @@ The cache that really is smaller is :class:`kivi.cache.KIVICache`.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from kivi import backends
-from kivi.accounting import CacheBytes, packed_bytes, resident_bytes
+from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
 from kivi.spec import CacheSpec, SpecError
+from kivi.state import loadable
 
 
+@loadable
 class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
     """One layer's cache whose old tokens have been through KIVI's quantiser (arXiv:2402.02750, algorithm 1).
 
@@ -83,14 +85,14 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         self.spec = CacheSpec.model_validate_json(spec)
         self._backend = backends.resolve(self.spec.backend)
 
-    @classmethod
-    def merge(cls, caches: list[Self]) -> Any:
-        """Refuse: a batch of these would silently be full caches.
+    @property
+    def merge(self) -> Any:
+        """Not there: a batch of these would silently be full caches. mlx-lm looks for it, and then batches no request.
 
         Raises:
-            SpecError: always.
+            AttributeError: always.
         """
-        raise SpecError(f"{caches[0].spec.slug}: the round-trip cache has no batched form; use kind kivi")
+        raise AttributeError(f"{self.spec.slug}: the round-trip cache has no batched form; use kind kivi")
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Refuse: rounding what is rounded would measure neither quantiser.
@@ -118,15 +120,9 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         quantized = max(0, self.frontier - self.spec.sink_length)
         return packed_bytes(
             self.spec,
+            Token.of(self.keys, self.values),
             rows=self.keys.shape[0] * self.keys.shape[1],
-            key_dim=self.keys.shape[-1],
-            value_dim=self.values.shape[-1],
             quantized=quantized,
             exact=self.offset - quantized,
-            itemsize=self.keys.itemsize,
             resident=resident_bytes((self.keys, self.values)),
         )
-
-
-# load_prompt_cache looks a cache's class up by name in mlx-lm's module.
-setattr(mlx_lm_cache, RoundTripKIVICache.__name__, RoundTripKIVICache)

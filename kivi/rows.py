@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from kivi.quantize import WORD_BITS
+from kivi.quantize import WORD_BITS, dtype_name
 from kivi.spec import CacheSpec
-from kivi.storage import CodeStore, code_capacity, write
+from kivi.storage import CodeStore, Store, code_capacity, write
 
 
-class RowStore:
+class RowStore(Store):
     """Arrays that grow along a token axis, each row filled from its first column to a length of its own.
 
     Args:
@@ -41,6 +41,15 @@ class RowStore:
     def capacity(self) -> int:
         """Tokens a row that fit without growing."""
         return self.arrays[-1].shape[self.axes[-1]] if self.arrays else 0
+
+    @property
+    def slots(self) -> list[mx.array | None]:
+        """The arrays, or a None for each while no row has a token."""
+        return list(self.arrays) or [None] * len(self.axes)
+
+    def restore(self, counts: list[int], slots: Sequence[mx.array | None]) -> None:
+        """Take over tokens of each row and :attr:`slots`, as they were saved."""
+        self.counts, self.arrays = counts, [array for array in slots if array is not None]
 
     def append(self, rows: Sequence[int], parts: Sequence[mx.array]) -> None:
         """Add tokens to ``rows``, which are equally long; ``parts`` have ``len(rows)`` rows."""
@@ -115,7 +124,7 @@ def code_rows(spec: CacheSpec, rows: int) -> RowStore:
     return RowStore(CodeStore.AXES, lengths, code_capacity, rows)
 
 
-class RowWindow:
+class RowWindow(Store):
     """The newest tokens of each row in full precision, aligned to the right.
 
     Keys ``[B, H, columns, D_k]`` and values ``[B, H, columns, D_v]``. The newest token of every row is in column
@@ -211,6 +220,18 @@ class RowWindow:
             self.keys, self.values = self.keys[kept], self.values[kept]
             self.make_room(0)
 
+    def require_alike(self, others: Sequence[RowWindow]) -> None:
+        """Refuse to be joined with windows of another model.
+
+        Raises:
+            ValueError: heads, their sizes or dtypes differ.
+        """
+        held = [window.buffers() for window in (self, *others) if window.keys is not None]
+        for pair in held[1:]:
+            for ours, theirs in zip(held[0], pair, strict=True):
+                if (ours.shape[1], ours.shape[3], ours.dtype) != (theirs.shape[1], theirs.shape[3], theirs.dtype):
+                    raise ValueError(f"{_heads(theirs)} cannot join a batch of {_heads(ours)}: they are of another model")
+
     def extend(self, others: Sequence[RowWindow]) -> None:
         """Add the rows of ``others`` after one's own."""
         windows = [self, *others]
@@ -235,6 +256,10 @@ class RowWindow:
                 aligned[..., columns - taken :, :] = part[..., self.stop - taken : self.stop, :]
             parts.append(aligned)
         return parts
+
+
+def _heads(array: mx.array) -> str:
+    return f"{array.shape[1]} heads of {array.shape[3]} numbers in {dtype_name(array.dtype)}"
 
 
 def _columns(axis: int, start: int, stop: int) -> tuple[object, ...]:

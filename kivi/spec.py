@@ -167,11 +167,13 @@ class CacheSpec(BaseModel):
         """Return the spec of layer ``index`` of ``count``, its own settings applied.
 
         Raises:
-            SpecError: ``layers`` names a layer that a model of ``count`` layers does not have.
+            SpecError: ``layers`` names a layer that a model of ``count`` layers does not have, or one layer twice.
         """
         for named in self.layers:
             if not -count <= named < count:
                 raise SpecError(f"layers[{named}]: the model has {count} layers, 0 to {count - 1}")
+            if named < 0 and named + count in self.layers:
+                raise SpecError(f"layers[{named}] and layers[{named + count}]: the same of {count} layers; name it once")
         for named, layer in self.layers.items():
             if named % count == index:
                 return self._merge(layer)
@@ -232,6 +234,18 @@ class CacheSpec(BaseModel):
             given |= {name} if len(names) > 1 else {name, *names}
             fields |= dict.fromkeys(names, _read_value(value.strip()))
         return cls.checked(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> CacheSpec:
+        """Read what ``model_dump_json`` wrote, in a file of unknown age.
+
+        Raises:
+            SpecError: it is no spec of this version; one sentence says why.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise SpecError(f"a spec that this version cannot read: {_first_sentence(error)}") from None
 
     @classmethod
     def required(cls, spec: object) -> CacheSpec:

@@ -12,10 +12,41 @@ from typing import Any
 import mlx.core as mx
 
 from kivi.backends import Packed
-from kivi.quantize import WORD_BITS, padded_length
+from kivi.quantize import WORD_BITS, dtype_name, padded_length
 
 CODE_STEP = 256  # tokens: capacity of codes is a multiple, so of every group size; mlx-lm's KVCache grows by as much
+EXACT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 GROWTH = 32  # capacity grows by at least a 32nd: a code is copied about 32 times in its life, and spare stays small
+
+
+def require_fitting(keys: mx.array, values: mx.array, held: Sequence[mx.array | None]) -> None:
+    """Refuse what MLX would broadcast or cast into a store without a word.
+
+    Args:
+        keys: What is to be added.
+        values: What is to be added.
+        held: Keys and values ``[B, H, capacity, D]`` that are there, or None.
+
+    Raises:
+        ValueError: keys and values are not float32, float16 or bfloat16 ``[B, H, S, D]`` of the same tokens, or not of the
+            rows, heads, sizes and dtypes that are there.
+    """
+    for name, array, there in zip(("keys", "values"), (keys, values), held, strict=True):
+        if array.ndim != 4 or array.dtype not in EXACT_DTYPES:
+            raise ValueError(
+                f"{name} {array.shape} in {dtype_name(array.dtype)}: expected [B, H, S, D] in a float of 16 or 32 bits"
+            )
+        if there is not None and _sort(array) != _sort(there):
+            raise ValueError(
+                f"{name} {array.shape} in {dtype_name(array.dtype)}: the cache holds {there.shape[:2]} rows and heads of "
+                f"{there.shape[3]} numbers in {dtype_name(there.dtype)}"
+            )
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(f"keys {keys.shape}, values {values.shape}: expected the same rows, heads and tokens")
+
+
+def _sort(array: mx.array) -> tuple[object, ...]:
+    return array.shape[:2], array.shape[3], array.dtype
 
 
 def code_capacity(tokens: int, full: int = 0) -> int:
@@ -55,7 +86,11 @@ def _first(array: mx.array, axis: int, count: int) -> mx.array:
     return array[..., :count] if axis == -1 else array[..., :count, :]
 
 
-class CodeStore:
+class Store:
+    """What keeps tokens of a cache, in arrays among its attributes."""
+
+
+class CodeStore(Store):
     """Packed codes of one layer's quantised tokens, in the layout of :class:`kivi.backends.Packed`.
 
     Keys grow along their last axis, values along the one before. ``count`` tokens are there; the capacity is less than
@@ -128,7 +163,7 @@ class CodeStore:
         return (tokens * self.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
 
 
-class ExactStore:
+class ExactStore(Store):
     """Keys ``[B, H, capacity, D_k]`` and values ``[B, H, capacity, D_v]`` of tokens in full precision.
 
     ``room`` tokens are allocated, or as many as are there when they are more.
@@ -144,23 +179,6 @@ class ExactStore:
     def capacity(self) -> int:
         """Tokens that fit without growing."""
         return 0 if self.keys is None else self.keys.shape[-2]
-
-    def require_fitting(self, keys: mx.array, values: mx.array) -> None:
-        """Refuse what MLX would broadcast or cast into this store without a word.
-
-        Raises:
-            ValueError: keys and values are not floats ``[B, H, S, D]`` of the same tokens, or not of the rows, heads and sizes
-                that are here.
-        """
-        for name, array, held in (("keys", keys, self.keys), ("values", values, self.values)):
-            if array.ndim != 4 or not mx.issubdtype(array.dtype, mx.floating):
-                raise ValueError(f"{name} {array.dtype} {array.shape}: expected floats [batch, heads, tokens, head_dim]")
-            if held is not None and (array.shape[:2], array.shape[3]) != (held.shape[:2], held.shape[3]):
-                raise ValueError(
-                    f"{name} {array.shape}: the cache holds {held.shape[:2]} rows and heads of {held.shape[3]} numbers"
-                )
-        if keys.shape[:3] != values.shape[:3]:
-            raise ValueError(f"keys {keys.shape}, values {values.shape}: expected the same rows, heads and tokens")
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add tokens ``[B, H, S, D]``; ``S`` may be 0, which allocates the room."""
@@ -179,8 +197,10 @@ class ExactStore:
         self._move(count, self.count, max(self.room, self.count - count))
 
     def truncate(self, count: int) -> None:
-        """Keep the oldest ``count`` tokens."""
-        self.count = min(self.count, count)
+        """Keep the oldest ``count`` tokens. The others leave zeros as values: attention weights them with 0, and 0 x NaN is NaN."""
+        if count < self.count and self.values is not None:
+            self.values[..., count : self.count, :] = 0
+            self.count = count
 
     def live(self) -> tuple[mx.array, mx.array]:
         """Return keys and values of the tokens that are there, oldest first."""
@@ -219,5 +239,5 @@ def live_arrays(holder: Any) -> Iterator[mx.array]:
     elif isinstance(holder, list | tuple):
         for part in holder:
             yield from live_arrays(part)
-    elif isinstance(holder, CodeStore | ExactStore):
+    elif isinstance(holder, Store):
         yield from live_arrays(vars(holder))

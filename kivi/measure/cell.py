@@ -14,7 +14,7 @@ from kivi.measure import MeasureError, generation, quality
 from kivi.measure.answers import Question, measure_answers
 from kivi.measure.arms import FULL, Arm
 from kivi.measure.audit import audit_cell
-from kivi.measure.memory import accounting, key_share, memory, settled_memory
+from kivi.measure.memory import accounting, full_token, memory, settled_memory
 from kivi.measure.monitor import Monitor
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import CellResult, Provenance, Quality
@@ -127,12 +127,11 @@ def _require_context(model: LoadedModel, settings: MeasureSettings) -> None:
         raise MeasureError(f"{longest} tokens are to be measured, and {model.name!r} was made for {limit}: measure fewer")
 
 
-def _full_token(model: LoadedModel) -> tuple[float, int]:
+def _full_token(model: LoadedModel) -> tuple[float, float]:
     """Return the keys' share of a full-precision token, and the bytes of one of its numbers."""
     arm = Arm(model, FULL)
     arm.decode(mx.array([[0]]))
-    keys = next((cache.keys for cache in arm.caches if getattr(cache, "keys", None) is not None), None)
-    return key_share(arm.caches), 4 if keys is None else keys.itemsize
+    return full_token(arm.caches)
 
 
 def _provenance(

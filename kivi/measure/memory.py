@@ -99,13 +99,13 @@ def memory(caches: Sequence[Any], *, tokens: int, peak_prefill: int, peak_decode
     )
 
 
-def accounting(caches: Sequence[Any], *, key_share: float, itemsize: int) -> Accounting:
+def accounting(caches: Sequence[Any], *, key_share: float, itemsize: float) -> Accounting:
     """Return the seven figures.
 
     Args:
         caches: One a layer.
         key_share: Keys' share of the bytes of a full-precision token.
-        itemsize: Bytes of a full-precision number.
+        itemsize: Bytes of a full-precision number, the mean of keys and values where these differ.
     """
     total = sum_bytes(books(cache) for cache in caches)
     packed = total.accounted - total.residual
@@ -117,17 +117,23 @@ def accounting(caches: Sequence[Any], *, key_share: float, itemsize: int) -> Acc
         compressed_value_bytes=total.value_codes + total.value_params,
         full_value_bytes=total.full_precision - full_keys,
         residual_bytes=total.residual,
-        average_bits=8 * packed / numbers if numbers else 8.0 * itemsize,
+        average_bits=8 * packed / numbers if numbers else 8 * itemsize,
         compression_ratio=total.full_precision / total.accounted,
     )
 
 
-def key_share(caches: Sequence[Any]) -> float:
-    """Return the keys' share of the bytes of full caches; a half where no layer has an ordinary one."""
-    ordinary = [cache for cache in caches if type(cache) is KVCache and not cache.empty()]
-    keys = sum(cache.keys.nbytes for cache in ordinary)
-    values = sum(cache.values.nbytes for cache in ordinary)
-    return keys / (keys + values) if ordinary else 0.5
+def full_token(caches: Sequence[Any]) -> tuple[float, float]:
+    """Return the keys' share of the bytes of full caches, and the mean bytes of a number in them.
+
+    Ordinary caches tell, or the others where no layer has one; a half and 4 where none has keys and values.
+    """
+    held = [cache for cache in caches if isinstance(getattr(cache, "keys", None), mx.array)]
+    telling = [cache for cache in held if type(cache) is KVCache] or held
+    if not telling:
+        return 0.5, 4.0
+    keys, values = ([getattr(cache, side) for cache in telling] for side in ("keys", "values"))
+    size = sum(array.nbytes for array in keys + values)
+    return sum(array.nbytes for array in keys) / size, size / sum(array.size for array in keys + values)
 
 
 def _mlx_quantized_bytes(cache: QuantizedKVCache, resident: int) -> CacheBytes:
@@ -140,6 +146,8 @@ def _mlx_quantized_bytes(cache: QuantizedKVCache, resident: int) -> CacheBytes:
         "value_params": sum(array.nbytes for array in value_params),
     }
     used = {name: size // capacity * offset for name, size in parts.items()}
-    codes_bits = 8 * (key_codes.nbytes + value_codes.nbytes) // capacity * offset
-    full = codes_bits // cache.bits * key_params[0].itemsize  # scales have the dtype of the keys
+    full = sum(
+        8 * codes.nbytes // capacity * offset // cache.bits * params[0].itemsize  # scales have the dtype of what was quantised
+        for codes, params in ((key_codes, key_params), (value_codes, value_params))
+    )
     return CacheBytes(resident=resident, full_precision=full, spare=resident - sum(used.values()), **used)

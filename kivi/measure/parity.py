@@ -1,7 +1,7 @@
 """Parity: how far a backend is from the definition in :mod:`kivi.quantize`, on the same inputs.
 
-Round trip and codes must be equal bit for bit. Attention on codes must lie within :data:`ATTENTION_BOUND` of exact attention
-on the dequantised history, relative to the largest output.
+Round trip and codes must be equal bit for bit. Attention on codes must lie within :data:`kivi.backends.ATTENTION_BOUND` of
+exact attention on the dequantised history, relative to the largest output.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import mlx.core as mx
 import numpy as np
 from pydantic import Field
 
-from kivi.backends import Backend, BackendError, History, Packed
+from kivi.backends import ATTENTION_BOUND, Backend, BackendError, History, Packed
 from kivi.cache import MAX_CODE_QUERIES
 from kivi.measure.results import Record
-from kivi.quantize import QuantizedGroups, group_dequantize, group_quantize, group_roundtrip, pack
+from kivi.quantize import QuantizedGroups, dtype_name, group_dequantize, group_quantize, group_roundtrip, pack
 from kivi.spec import CacheSpec, ParamDtype
 
 Operation = Literal["round trip of keys", "round trip of values", "codes of keys", "codes of values", "attention on codes"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES: dict[Dtype, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# Largest error of one output, relative to the largest output; the 16-bit bounds are a few roundings of an output.
-ATTENTION_BOUND: dict[Dtype, float] = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 2e-2}
 # On a GPU MLX's own products of float32 numbers round these to TF32's ten bits, unless MLX_ENABLE_TF32=0.
 TF32_BOUND = 2e-3
 
@@ -89,7 +87,7 @@ def difference(observed: mx.array, expected: mx.array) -> Difference:
     """
     if observed.shape != expected.shape or observed.dtype != expected.dtype:
         raise ValueError(
-            f"got {observed.shape} in {_name(observed.dtype)}, expected {expected.shape} in {_name(expected.dtype)}: "
+            f"got {observed.shape} in {dtype_name(observed.dtype)}, expected {expected.shape} in {dtype_name(expected.dtype)}: "
             "an operation returns the shape and dtype of the definition"
         )
     ours, theirs = _ordinals(observed), _ordinals(expected)
@@ -280,7 +278,7 @@ def _check(backend: Backend, spec: CacheSpec, case: Case, operation: Operation, 
 def _attention_bound(backend: Backend, dtype: Dtype) -> float:
     if dtype == "float32" and backend.name == "mlx" and mx.default_device() == mx.gpu:
         return TF32_BOUND
-    return ATTENTION_BOUND[dtype]
+    return ATTENTION_BOUND[DTYPES[dtype]]
 
 
 def _measure(pairs: Iterator[tuple[mx.array, mx.array]]) -> dict[str, Any]:
@@ -312,7 +310,3 @@ def _ordinals(x: mx.array) -> np.ndarray[Any, Any]:
     unsigned, sign = (mx.uint32, 1 << 31) if x.dtype.size == 4 else (mx.uint16, 1 << 15)
     bits = np.array(mx.contiguous(x).view(unsigned)).astype(np.int64)
     return np.where(bits & sign, sign - 1 - bits, bits)  # -0.0 is one below 0.0, so that their bits differ
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

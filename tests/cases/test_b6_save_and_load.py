@@ -9,7 +9,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from kivi.attention import attention_installed
 from kivi.build import make_prompt_cache
-from kivi.cache import DequantizedKIVICache, KIVICache, register
+from kivi.cache import DequantizedKIVICache, KIVICache
 from kivi.spec import CacheSpec
 
 QUERY = mx.ones((1, 4, 1, 72)) * 0.1
@@ -26,7 +26,6 @@ def filled(kind: type[KIVICache], dtype: mx.Dtype, sinks: int, count: int = 200)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("sinks", [0, 32])
 def test_200_tokens_saved_and_loaded_go_on_as_before(tmp_path, kind, dtype, sinks):
-    register()
     cache = filled(kind, dtype, sinks)
     save_prompt_cache(str(tmp_path / "prompt.safetensors"), [cache], {"model": "none"})
     (loaded,), metadata = load_prompt_cache(str(tmp_path / "prompt.safetensors"), return_metadata=True)
@@ -68,7 +67,6 @@ def test_a_model_goes_on_with_the_same_logits(tmp_path):
 @pytest.mark.parametrize("count", [3, 32, 64])
 def test_caches_with_parts_empty_survive_too(tmp_path, count):
     """Sinks half full, nothing quantised, or a window without a token."""
-    register()
     mx.random.seed(0)
     cache = KIVICache(CacheSpec(residual_length=0, sink_length=32, backend="mlx"))
     cache.update_and_fetch(mx.random.normal((1, 1, count, 64)), mx.random.normal((1, 1, count, 64)))

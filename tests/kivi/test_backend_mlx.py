@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kivi.backends.mlx as mlx_backend
-from kivi.backends import History, Packed, available, resolve
+from kivi.backends import ATTENTION_BOUND, History, Packed, available, resolve
 from kivi.backends.mlx import BACKEND
 from kivi.quantize import QuantizedGroups, group_dequantize, group_quantize, group_roundtrip, pack, unpack
 
@@ -95,12 +95,23 @@ def test_nan_is_told_by_its_bits_whatever_its_sign(dtype):
 
 
 def history(
-    *, batch=2, kv_heads=2, key_dim=32, value_dim=48, sinks=0, codes=64, capacity=256, window=20, dtype=mx.float32, bits=(4, 2)
+    *,
+    batch=2,
+    kv_heads=2,
+    key_dim=32,
+    value_dim=48,
+    sinks=0,
+    codes=64,
+    capacity=256,
+    window=20,
+    dtype=mx.float32,
+    bits=(4, 2),
+    mean=0.0,
 ) -> tuple[History, mx.array, mx.array]:
     """Return a history with spare capacities, filled with what must not be seen, and its keys and values dequantised."""
 
     def draw(count: int, dim: int) -> mx.array:
-        return mx.random.normal((batch, kv_heads, count, dim)).astype(dtype)
+        return (mean + mx.random.normal((batch, kv_heads, count, dim))).astype(dtype)
 
     key_bits, value_bits = bits
     packed_keys = BACKEND.quantize_keys(draw(capacity, key_dim), bits=key_bits, group_size=32, param_dtype=mx.float16)
@@ -161,17 +172,18 @@ def test_rows_of_different_lengths_see_their_own_tokens_alone(length, sinks, hea
         assert mx.allclose(out[row : row + 1], expected, atol=1e-5).item()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(mx.float32, 1e-5), (mx.float16, 1e-2), (mx.bfloat16, 1e-2)])
-def test_attention_keeps_its_bound_in_every_dtype(dtype, bound):
+@pytest.mark.parametrize("dtype", ATTENTION_BOUND)
+@pytest.mark.parametrize(("codes", "mean"), [(256, 0.0), (16384, 1.0)], ids=["short", "long, values far from zero"])
+def test_attention_keeps_its_bound_in_every_dtype(dtype, codes, mean):
     mx.random.seed(2)
-    stored, keys, values = history(dtype=dtype, codes=256, batch=1)
+    stored, keys, values = history(dtype=dtype, codes=codes, capacity=codes, bits=(4, 4), batch=1, mean=mean)
     queries = mx.random.normal((1, 4, 1, 32)).astype(dtype)
     out = BACKEND.decode_attention(queries, stored, scale=0.2, causal=False, mask=None, sinks=None)
     as_float = [array.astype(mx.float32) for array in (keys, values, queries)]
     windows = {name: getattr(stored, name).astype(mx.float32) for name in ("window_keys", "window_values")}
     expected = standard(replace(stored, **windows), *as_float)
     assert out.dtype == dtype
-    assert mx.max(mx.abs(out - expected)).item() < bound * mx.max(mx.abs(expected)).item()
+    assert mx.max(mx.abs(out - expected)).item() < ATTENTION_BOUND[dtype] * mx.max(mx.abs(expected)).item()
 
 
 @pytest.mark.parametrize(("batch", "length", "axis"), [(1, 2, 2), (2, 1, 0), (1, 3, 1), (3, 2, 2)])

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_prompt_cache
 
 from kivi.batch import BatchKIVICache
 from kivi.cache import KIVICache
@@ -254,6 +254,62 @@ def test_only_packed_caches_of_one_spec_share_a_batch():
         KIVICache.merge([KIVICache(SPEC), KIVICache(NO_WINDOW)])
     with pytest.raises(SpecError, match="cannot join a batch of"):
         BatchKIVICache(SPEC, [0]).extend(BatchKIVICache(NO_WINDOW, [0]))
+
+
+def test_rows_of_another_model_are_refused():
+    def of(heads=2, dim=64, dtype=mx.float32):
+        cache = KIVICache(SPEC)
+        cache.update_and_fetch(mx.ones((1, heads, 80, dim), dtype), mx.ones((1, heads, 80, dim), dtype))
+        return cache
+
+    for other in (of(heads=4), of(dim=32), of(dtype=mx.float16)):
+        batch = BatchKIVICache.merge([of(), KIVICache(SPEC)])
+        with pytest.raises(ValueError, match="cannot join a batch of 2 heads of 64 numbers in float32: they are of another"):
+            batch.extend(BatchKIVICache.merge([other]))
+        assert batch.size() == 80
+        batch.update_and_fetch(*mx.ones((2, 2, 2, 1, 64)))
+    with pytest.raises(ValueError, match=r"keys \(3, 2, 1, 64\): this batch has 2 rows"):
+        BatchKIVICache(SPEC, [0, 0]).update_and_fetch(*mx.ones((2, 3, 2, 1, 64)))
+
+
+@pytest.mark.parametrize("prompt", [[70, 9, 1], [200, 130, 64]])
+def test_a_batch_that_is_filtered_in_the_middle_of_a_padded_prompt_keeps_its_rows(prompt):
+    mx.random.seed(7)
+    keys, values = draw(3, KV_HEADS, max(prompt), KEY_DIM), draw(3, KV_HEADS, max(prompt), VALUE_DIM)
+    batch = BatchKIVICache(SPEC, [0, 0, 0])
+    batch.prepare(lengths=prompt, right_padding=[max(prompt) - length for length in prompt])
+    batch.update_and_fetch(keys[..., :50, :], values[..., :50, :])
+    batch.filter([2, 0])
+    kept = mx.array([2, 0])
+    batch.update_and_fetch(keys[kept, :, 50:], values[kept, :, 50:])
+    batch.finalize()
+    for row, index in enumerate([2, 0]):
+        alone = KIVICache(SPEC)
+        alone.update_and_fetch(keys[index : index + 1, :, : prompt[index]], values[index : index + 1, :, : prompt[index]])
+        assert_same_state(batch.extract(row), alone)
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 1], [200, 33, 64]])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_batch_is_saved_and_loaded_and_goes_on(spec, prompt, tmp_path):
+    mx.random.seed(8)
+    side = Side(spec, len(prompt) or 2)
+    if prompt:
+        side.prompt(prompt, chunk=1000)
+    save_prompt_cache(str(tmp_path / "batch.safetensors"), [side.batch])
+    (loaded,) = load_prompt_cache(str(tmp_path / "batch.safetensors"))
+    before = [copy.deepcopy(side.batch.extract(row).state) for row in range(len(prompt))]
+    for batch in (loaded, BatchKIVICache.from_state(side.batch.state)):
+        assert type(batch) is BatchKIVICache and batch.bytes() == side.batch.bytes()
+        other = copy.deepcopy(side)
+        other.batch = batch
+        other.decode(40)
+        other.check()
+    for row, state in enumerate(before):
+        assert_same_state(side.batch.extract(row), KIVICache.from_state(state))
+    if prompt:
+        with pytest.raises(ValueError, match=r"rows hold .* tokens, so it is damaged"):
+            BatchKIVICache.from_state({**loaded.state, "offsets": [length + 1 for length in prompt]})
 
 
 def test_padding_is_refused_where_it_would_be_taken_for_tokens():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kivi.spec import CacheSpec, SpecError
+from kivi.spec import CacheSpec, LayerSpec, SpecError
 
 
 def test_short_names_are_for_text_and_the_message_has_the_long_ones():
@@ -92,3 +92,10 @@ def test_bad_layers_are_refused(fields, says):
 def test_a_layer_that_the_model_does_not_have_is_refused():
     with pytest.raises(SpecError, match=r"layers\[7\]: the model has 4 layers, 0 to 3"):
         CacheSpec(layers={7: {"key_bits": 8}}).for_layer(0, 4)
+
+
+def test_a_layer_that_is_named_twice_is_refused():
+    spec = CacheSpec(layers={0: LayerSpec(key_bits=8), -3: LayerSpec(key_bits=4)})
+    with pytest.raises(SpecError, match=r"layers\[-3\] and layers\[0\]: the same of 3 layers; name it once"):
+        spec.for_layer(1, 3)
+    assert spec.for_layer(0, 4).key_bits == 8

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from kivi.accounting import CacheBytes, packed_bytes
+from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.build import MAKERS
 from kivi.cache import MAX_CODE_QUERIES
 from kivi.measure.arms import settle
@@ -104,12 +104,10 @@ class Subject:
         quantized = self.frontier(tokens) - sinks if self.packs else 0
         return packed_bytes(
             self.spec,
+            Token(self.head_dim, self.head_dim, DTYPE.size, DTYPE.size),
             rows=self.heads,
-            key_dim=self.head_dim,
-            value_dim=self.head_dim,
             quantized=quantized,
             exact=tokens - quantized,
-            itemsize=DTYPE.size,
             resident=0,
         )
 

@@ -1,0 +1,53 @@
+"""Masks of a batch: mlx-lm makes them in left-padded coordinates, the backends take them in storage order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+
+from kivi.rows import RowWindow
+
+
+def default_mask(length: int, *, width: int, left_padding: Sequence[int], causal: bool) -> mx.array:
+    """Return the boolean mask of a call whose model made none: padding is hidden, and what comes later if ``causal``.
+
+    Args:
+        length: Queries of the call, the last columns.
+        width: Columns of the padded coordinates.
+        left_padding: Columns of each row that are padding.
+        causal: Whether a query sees no later token.
+
+    Returns:
+        Broadcastable to ``[B, 1, length, width]``.
+    """
+    if not causal:
+        return mx.arange(width) >= mx.array(list(left_padding))[:, None, None, None]
+    mask: mx.array = create_causal_mask(length, offset=width - length, left_padding=mx.array(list(left_padding)))
+    return mask
+
+
+def in_storage_order(mask: mx.array, *, width: int, left_padding: Sequence[int], stored: int, window: RowWindow) -> mx.array:
+    """Return ``mask`` for the columns of sinks, codes and window.
+
+    Args:
+        mask: Boolean or additive, broadcastable to ``[B, H_q, L, width]``, in left-padded coordinates.
+        width: Columns of the padded coordinates.
+        left_padding: Columns of each row that are padding.
+        stored: Capacity of sinks and codes together: columns from each row's position 0 on.
+        window: The newest tokens; what lies before a row's first one is hidden.
+
+    Returns:
+        ``[B, H_q or 1, L or 1, stored + window.capacity]``.
+    """
+    shape = (1,) * (4 - mask.ndim) + mask.shape
+    mask = mx.broadcast_to(mask.reshape(shape), (len(left_padding), *shape[1:3], width))
+    positions = mx.array(list(left_padding))[:, None, None, None] + mx.arange(stored)
+    positions = mx.broadcast_to(mx.minimum(positions, width - 1), (*mask.shape[:-1], stored))
+    unused = max(0, window.stop - width)  # columns that are older than the padded coordinates
+    newest = mask[..., max(0, width - window.stop) :]
+    newest = mx.pad(newest, [(0, 0)] * 3 + [(unused, window.capacity - window.stop)])
+    seen = mx.arange(window.capacity) >= mx.array(window.starts)[:, None, None, None]
+    newest = newest & seen if mask.dtype == mx.bool_ else mx.where(seen, newest, -mx.inf)
+    return mx.concatenate([mx.take_along_axis(mask, positions, axis=-1), newest], axis=-1)
