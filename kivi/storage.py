@@ -197,7 +197,7 @@ class ExactStore(Store):
         self._move(count, self.count, max(self.room, self.count - count))
 
     def truncate(self, count: int) -> None:
-        """Keep the oldest ``count`` tokens. The others leave zeros as values: attention weights them with 0, and 0 x NaN is NaN."""
+        """Keep the oldest ``count`` tokens; the others leave zeros, since attention weights them with 0 and 0 x NaN is NaN."""
         if count < self.count and self.values is not None:
             self.values[..., count : self.count, :] = 0
             self.count = count

@@ -1,7 +1,8 @@
 """Speed by backend: operations over sizes, and prefill and decode of a model; arms interleaved, each round its own inputs.
 
 All arms of a round get the same inputs, made and evaluated before the clock starts. A first round, on inputs of its own,
-compiles and warms up and is not counted. Who goes first moves on by one each round, so that no arm always follows the same one.
+compiles and warms up and is not counted. Each round has an order of its own, drawn by chance, so that no arm always follows the
+same one.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import mlx.core as mx
 import numpy as np
 from pydantic import Field
 
-from kivi.backends import Backend, BackendError
+from kivi.backends import Backend
 from kivi.cache import KIVICache
 from kivi.measure.arms import FULL, Arm
-from kivi.measure.monitor import Monitor
+from kivi.measure.monitor import DeadlineError, Monitor
+from kivi.measure.refusal import file_error
 from kivi.measure.results import Record, Timing
 from kivi.measure.settings import Settings
+from kivi.measure.timing import in_random_order
 from kivi.models import LoadedModel
 from kivi.quantize import group_roundtrip
 from kivi.spec import CacheSpec
@@ -67,8 +70,8 @@ class ArmTiming(Record):
     arm: str = Field(description="a backend, or a baseline: full, mlx compiled, mx.quantize")
     seconds: Timing | None = Field(None, description="seconds a call, or a token")
     ratio: Timing | None = Field(None, description="the baseline's seconds over this arm's, same round: above 1 is faster")
-    not_run: str = Field("", description="MLX's words, where MLX itself refuses this shape on the device")
-    failed: str = Field("", description="what a kernel of our own raised")
+    not_run: str = Field("", description="MLX's words, where MLX itself refuses this shape on a GPU")
+    failed: str = Field("", description="what the arm raised, a kernel of our own or anything else")
 
 
 class SpeedCase(Record):
@@ -86,7 +89,7 @@ class SpeedCase(Record):
 class Lane(NamedTuple):
     """An arm to be timed: ``prepare(round)`` makes the inputs and returns what the clock is put on, which is per ``units``.
 
-    What an ``own`` lane raises is a failure; what MLX's operations refuse was not run.
+    What an ``own`` lane raises is a failure; what MLX's operations refuse on a GPU was not run.
     """
 
     arm: str
@@ -109,22 +112,20 @@ def time_lanes(lanes: Sequence[Lane], rounds: int, baseline: str, **case: Any) -
         try:
             _run(lane, rounds)  # inputs that no counted round gets
             ready.append(lane)
-        except BackendError as error:
-            refused.append(ArmTiming(arm=lane.arm, failed=str(error)))
+        except DeadlineError:
+            raise
         except (RuntimeError, ValueError) as error:
-            words = f"{type(error).__name__}: {error}"
-            refused.append(ArmTiming(arm=lane.arm, failed=words) if lane.own else ArmTiming(arm=lane.arm, not_run=words))
+            refused.append(ArmTiming(arm=lane.arm, **file_error(error, own=lane.own)))
     seconds: dict[str, list[float]] = {lane.arm: [] for lane in ready}
     for index in range(rounds):
-        first = index % max(1, len(ready))
-        for lane in ready[first:] + ready[:first]:
+        for lane in in_random_order(ready, index):
             seconds[lane.arm].append(_run(lane, index))
     base = seconds.get(baseline)
     timed = {
         arm: ArmTiming(
             arm=arm,
-            seconds=timing(values),
-            ratio=None if base is None else timing([ours / theirs for ours, theirs in zip(base, values, strict=True)]),
+            seconds=Timing.of(values),
+            ratio=None if base is None else Timing.of([ours / theirs for ours, theirs in zip(base, values, strict=True)]),
         )
         for arm, values in seconds.items()
     }
@@ -135,11 +136,6 @@ def time_lanes(lanes: Sequence[Lane], rounds: int, baseline: str, **case: Any) -
         arms=[every[lane.arm] for lane in lanes],
         **case,
     )
-
-
-def timing(values: Sequence[float]) -> Timing:
-    """Return median, extremes and all rounds."""
-    return Timing(median=statistics.median(values), minimum=min(values), maximum=max(values), rounds=list(values))
 
 
 def time_operations(

@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 from pydantic import Field
 
-from kivi.backends import ATTENTION_BOUND, Backend, BackendError, History, Packed
+from kivi.backends import ATTENTION_BOUND, Backend, History, Packed
 from kivi.cache import MAX_CODE_QUERIES
+from kivi.measure.refusal import file_error, on_gpu
 from kivi.measure.results import Record
 from kivi.quantize import QuantizedGroups, dtype_name, group_dequantize, group_quantize, group_roundtrip, pack
 from kivi.spec import CacheSpec, ParamDtype
@@ -24,6 +25,10 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPES: dict[Dtype, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # On a GPU MLX's own products of float32 numbers round these to TF32's ten bits, unless MLX_ENABLE_TF32=0.
 TF32_BOUND = 2e-3
+
+
+class ParityError(ValueError):
+    """A result that cannot be compared with the definition's."""
 
 
 class Case(NamedTuple):
@@ -65,7 +70,7 @@ class ParityCheck(Record):
     max_ulps: int = Field(0, description="largest difference in units of the last place of the output's dtype")
     relative_error: float = Field(0.0, description="largest absolute difference over the largest output")
     bound: float = Field(description="largest relative error that passes; 0: bit for bit")
-    not_run: str = Field("", description="MLX's words, where MLX itself refuses this input on the device")
+    not_run: str = Field("", description="MLX's words, where MLX itself refuses this input on a GPU")
     failed: str = Field("", description="what the backend raised")
 
     @property
@@ -83,10 +88,10 @@ def difference(observed: mx.array, expected: mx.array) -> Difference:
     a pair is NaN it differs, by no finite amount, and counts in ``differing`` alone.
 
     Raises:
-        ValueError: shapes or dtypes differ.
+        ParityError: shapes or dtypes differ.
     """
     if observed.shape != expected.shape or observed.dtype != expected.dtype:
-        raise ValueError(
+        raise ParityError(
             f"got {observed.shape} in {dtype_name(observed.dtype)}, expected {expected.shape} in {dtype_name(expected.dtype)}: "
             "an operation returns the shape and dtype of the definition"
         )
@@ -256,11 +261,8 @@ def _check(backend: Backend, spec: CacheSpec, case: Case, operation: Operation, 
     fields: dict[str, Any] = {}
     try:
         fields = _measure(pairs())
-    except BackendError as error:
-        fields["failed"] = str(error)
     except (RuntimeError, ValueError) as error:
-        # Plain MLX may refuse a shape on some device; a kernel of our own may not.
-        fields["not_run" if backend.name == "mlx" else "failed"] = f"{type(error).__name__}: {error}"
+        fields.update(file_error(error, own=backend.name != "mlx"))
     return ParityCheck(
         backend=backend.name,
         operation=operation,
@@ -276,7 +278,7 @@ def _check(backend: Backend, spec: CacheSpec, case: Case, operation: Operation, 
 
 
 def _attention_bound(backend: Backend, dtype: Dtype) -> float:
-    if dtype == "float32" and backend.name == "mlx" and mx.default_device() == mx.gpu:
+    if dtype == "float32" and backend.name == "mlx" and on_gpu():
         return TF32_BOUND
     return ATTENTION_BOUND[DTYPES[dtype]]
 

@@ -6,7 +6,8 @@ them from one place (:func:`metric_fields`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
@@ -133,6 +134,11 @@ class Timing(Record):
     maximum: float
     rounds: list[float]
 
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Timing:
+        """Return that of at least one round."""
+        return cls(median=statistics.median(rounds), minimum=min(rounds), maximum=max(rounds), rounds=list(rounds))
+
 
 class ContextThroughput(Record):
     """Timings at one context length; ratios pair each round with the full cache's round."""
@@ -143,8 +149,8 @@ class ContextThroughput(Record):
     time_to_first_token_s: Timing
     prefill_ratio: Timing
     decode_ratio: Timing
-    prefill_ratio_interval: Interval | None = None
-    decode_ratio_interval: Interval | None = None
+    prefill_ratio_interval: Interval | None = Field(None, description="95 % interval of the rounds' geometric mean")
+    decode_ratio_interval: Interval | None = Field(None, description="95 % interval of the rounds' geometric mean")
 
 
 class Throughput(Record):

@@ -1,8 +1,8 @@
 """Throughput: prefill and decode apart, every cache beside the full one, interleaved.
 
-Arms run A B C, A B C: what changes on the machine meets all of them, and each round's ratio pairs an arm with the full cache's
-run of the same minute. Every round has its own prompt. A warm-up, with a prompt of its own, takes compilation and first
-allocations; it is never timed.
+Arms take turns, each once a round, in an order that is drawn for the round, so that no arm always follows the same one. What
+changes on the machine meets all of them, and a round's ratio pairs an arm with the full cache's run of the same minute. Every
+round has its own prompt. A warm-up, with a prompt of its own, takes compilation and first allocations; it is never timed.
 
 The clock of the prefill starts when prompt, weights and caches are evaluated and stops when the first token is there and
 nothing that the caches hold is left to evaluate: deferred work counts where it arose. Decoding is fed greedily, one token
@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from kivi.measure import MeasureError
 from kivi.measure.arms import FULL
@@ -28,7 +27,7 @@ from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.results import ContextThroughput, Throughput, Timing
 from kivi.measure.sequences import TokenStream
 from kivi.measure.settings import ThroughputSettings
-from kivi.measure.timing import WARM_UP_STEPS, Timed, time_run
+from kivi.measure.timing import WARM_UP_STEPS, Timed, in_random_order, time_run
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
@@ -59,7 +58,7 @@ def measure_throughput(
         specs: The caches.
         settings: Rounds, contexts and steps.
         monitor: Progress and deadline.
-        seed: Which arm each round begins with is drawn from it, so that no arm always follows the same one.
+        seed: The order of the arms in each round is drawn from it.
 
     Returns:
         By slug, the figures, or one sentence saying why that arm failed; the others go on without it.
@@ -106,7 +105,7 @@ def _turns_here(
     """Yield the turns of one process: each context has its rounds, the first of which warms up."""
     for index, windows in enumerate(prompts):
         for number, prompt in enumerate(windows):
-            for spec in _in_turn(arms, number, seed):
+            for spec in in_random_order(list(arms.values()), number, seed):
                 if number == 0:
                     yield _Turn(spec, "warm-up", partial(_warm_up, model, spec, prompt))
                 else:
@@ -123,7 +122,7 @@ def _turns_alone(
 ) -> Iterator[_Turn]:
     """Yield the turns of processes of their own: each round has one a cache, which warms up and times every context."""
     for number in range(1, settings.rounds + 1):
-        for spec in _in_turn(arms, number, seed):
+        for spec in in_random_order(list(arms.values()), number, seed):
             pairs = [(windows[0], windows[number]) for windows in prompts]
             yield _Turn(spec, "throughput", partial(_time_alone, model, spec, pairs, settings.steps, monitor))
 
@@ -141,13 +140,6 @@ def _time_alone(
     model: LoadedModel, spec: CacheSpec, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], steps: int, monitor: Monitor
 ) -> dict[int, Timed]:
     return dict(enumerate(time_alone(model, spec, pairs, steps, monitor)))
-
-
-def _in_turn(arms: dict[str, CacheSpec], number: int, seed: int) -> list[CacheSpec]:
-    """Return the arms of a round, begun one arm further each round: the order is kept, nobody is always first."""
-    order = list(arms.values())
-    first = (seed + number) % len(order)
-    return order[first:] + order[:first]
 
 
 def _summarise(
@@ -182,15 +174,11 @@ def _summarise_context(context: int, runs: Sequence[Timed], baseline: Sequence[T
     is_baseline = runs is baseline
     return ContextThroughput(
         context=context,
-        prefill_tps=_timing([context / run.first_token for run in runs]),
-        decode_tps=_timing([steps / run.decode for run in runs]),
-        time_to_first_token_s=_timing([run.first_token for run in runs]),
-        prefill_ratio=_timing(prefill_ratios),
-        decode_ratio=_timing(decode_ratios),
+        prefill_tps=Timing.of([context / run.first_token for run in runs]),
+        decode_tps=Timing.of([steps / run.decode for run in runs]),
+        time_to_first_token_s=Timing.of([run.first_token for run in runs]),
+        prefill_ratio=Timing.of(prefill_ratios),
+        decode_ratio=Timing.of(decode_ratios),
         prefill_ratio_interval=None if is_baseline else ratio_interval(prefill_ratios),
         decode_ratio_interval=None if is_baseline else ratio_interval(decode_ratios),
     )
-
-
-def _timing(rounds: list[Any]) -> Timing:
-    return Timing(median=statistics.median(rounds), minimum=min(rounds), maximum=max(rounds), rounds=rounds)

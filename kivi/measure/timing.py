@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -11,6 +13,8 @@ from kivi.measure.arms import Arm, batch, settle
 from kivi.measure.results import Record
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
+
+Lane = TypeVar("Lane")
 
 WARM_UP_STEPS = 4  # enough for every kernel of a decode step; settling the prefill has run those of the quantiser
 
@@ -22,6 +26,11 @@ class Timed(Record):
     decode: float
     peak_bytes: int | None = None
     process_peak_bytes: int | None = None
+
+
+def in_random_order(arms: Sequence[Lane], number: int, seed: int = 0) -> list[Lane]:
+    """Return ``arms`` in the order of round ``number``, the same for the same seed."""
+    return random.Random(f"{seed}, {number}").sample(arms, len(arms))  # noqa: S311  no secret
 
 
 def time_run(model: LoadedModel, spec: CacheSpec, prompt: Sequence[int], steps: int) -> Timed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from kivi.backends import BackendError
 from kivi.backends.mlx import MLXBackend
+from kivi.cache import NonFiniteError
+from kivi.measure import MeasureError
 from kivi.measure.backend_speed import Lane, SpeedSettings, time_lanes, time_operations
-from kivi.measure.monitor import Monitor
+from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.spec import CacheSpec
 
 SETTINGS = SpeedSettings(
@@ -42,12 +45,17 @@ def lane(arm: str, log: list[tuple[str, str, int]], *, own: bool = False, second
     return Lane(arm, own, prepare, 1)
 
 
-def test_arms_take_turns_and_the_one_that_starts_moves_on():
+def test_arms_take_turns_and_none_always_follows_the_same_one():
     log: list[tuple[str, str, int]] = []
-    time_lanes([lane("a", log), lane("b", log), lane("c", log)], 3, "a", **CASE)
+    time_lanes([lane("a", log), lane("b", log), lane("c", log)], 12, "a", **CASE)
     runs = [(arm, index) for what, arm, index in log if what == "run"]
-    assert runs[:3] == [("a", 3), ("b", 3), ("c", 3)]  # the warm-up, on a round of its own
-    assert runs[3:] == [(arm, index) for index, order in enumerate(("abc", "bca", "cab")) for arm in order]
+    assert runs[:3] == [("a", 12), ("b", 12), ("c", 12)]  # the warm-up, on a round of its own
+    rounds = [runs[start : start + 3] for start in range(3, len(runs), 3)]
+    assert all(
+        {arm for arm, _ in turn} == set("abc") and {at for _, at in turn} == {index} for index, turn in enumerate(rounds)
+    )
+    followed = {(before, after) for turn in rounds for (before, _), (after, _) in itertools.pairwise(turn)}
+    assert followed == set(itertools.permutations("abc", 2))
 
 
 def test_ratios_pair_the_arms_of_a_round():
@@ -67,7 +75,8 @@ def refusing(arm: str, error: Exception, *, own: bool) -> Lane:
     return Lane(arm, own, prepare, 1)
 
 
-def test_a_refusal_by_mlx_was_not_run_and_a_failing_kernel_failed():
+def test_a_refusal_by_mlx_on_a_gpu_was_not_run_and_a_failing_kernel_failed(monkeypatch):
+    monkeypatch.setattr("kivi.measure.refusal.on_gpu", lambda: True)
     words = "[quantized_matmul] No implementation for problem shape"
     lanes = [
         refusing("full", RuntimeError(words), own=False),
@@ -80,6 +89,18 @@ def test_a_refusal_by_mlx_was_not_run_and_a_failing_kernel_failed():
     assert words in full.not_run and not full.failed
     assert "out of memory" in metal.failed and cuda.failed == "kernel attention failed" and not metal.not_run
     assert mlx.seconds is not None and mlx.ratio is None and timed.baseline_spread is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no implementation"), MeasureError("too short"), NonFiniteError("layer 3")])
+def test_on_a_cpu_and_with_an_error_of_its_own_an_arm_has_failed(error, monkeypatch):
+    monkeypatch.setattr("kivi.measure.refusal.on_gpu", lambda: type(error) is not RuntimeError)
+    timed = time_lanes([refusing("full", error, own=False), lane("mlx", [])], 2, "full", **CASE)
+    assert str(error) in timed.arms[0].failed and not timed.arms[0].not_run
+
+
+def test_a_deadline_ends_a_comparison_and_is_filed_nowhere():
+    with pytest.raises(DeadlineError, match="deadline 60 s"):
+        time_lanes([refusing("full", DeadlineError("stopped, deadline 60 s"), own=False)], 2, "full", **CASE)
 
 
 def test_every_operation_is_timed_at_every_size():

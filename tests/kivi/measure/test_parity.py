@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kivi.attention import AttentionError
 from kivi.backends import BackendError, Packed
 from kivi.backends.mlx import MLXBackend
-from kivi.measure.parity import DTYPES, Case, ParityCheck, check_parity, difference, exact_attention
+from kivi.measure.parity import DTYPES, Case, ParityCheck, ParityError, check_parity, difference, exact_attention
 from kivi.spec import CacheSpec
 
 SPEC = CacheSpec.parse("kivi:bits=2,residual=16,sinks=32")
@@ -112,14 +113,44 @@ class Raises(MLXBackend):
         raise self.error
 
 
-def test_what_mlx_refuses_was_not_run_and_what_a_kernel_refuses_failed():
-    words = "[quantize] No implementation for problem shape"
-    refused = checks(Raises(RuntimeError(words), "mlx"))
+WORDS = "[quantize] No implementation for problem shape"
+
+
+def test_what_mlx_refuses_on_a_gpu_was_not_run(monkeypatch):
+    monkeypatch.setattr("kivi.measure.refusal.on_gpu", lambda: True)
+    refused = checks(Raises(RuntimeError(WORDS), "mlx"))
     codes = [check for check in refused if check.operation == "codes of keys"]
-    assert all(words in check.not_run and not check.failed and check.passed for check in codes) and codes
-    for error, name in ((RuntimeError(words), "metal"), (BackendError("kernel pack_keys failed"), "mlx")):
-        failed = [check for check in checks(Raises(error, name)) if check.failed]
-        assert {check.operation for check in failed} == {"codes of keys"} and not any(check.passed for check in failed)
+    assert all(WORDS in check.not_run and not check.failed and check.passed for check in codes) and codes
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "gpu"),
+    [
+        (RuntimeError(WORDS), "mlx", False),  # a CPU takes every shape
+        (RuntimeError(WORDS), "metal", True),
+        (BackendError("kernel pack_keys failed"), "mlx", True),
+        (AttentionError("a model that does not attend through kivi"), "mlx", True),
+        (ParityError("got another dtype"), "mlx", True),
+    ],
+)
+def test_all_else_that_is_raised_has_failed(error, name, gpu, monkeypatch):
+    monkeypatch.setattr("kivi.measure.refusal.on_gpu", lambda: gpu)
+    found = checks(Raises(error, name))
+    failed = [check for check in found if check.failed]
+    assert {check.operation for check in failed} == {"codes of keys"} and not any(check.passed for check in failed)
+    assert all(str(error) in check.failed for check in failed) and not any(check.not_run for check in found)
+
+
+class OtherDtype(MLXBackend):
+    def group_roundtrip(self, x: mx.array, **rules: Any) -> mx.array:
+        return super().group_roundtrip(x, **rules).astype(mx.bfloat16)
+
+
+def test_another_dtype_than_the_definitions_fails_wherever_it_runs(monkeypatch):
+    monkeypatch.setattr("kivi.measure.refusal.on_gpu", lambda: True)
+    wrong = [check for check in checks(OtherDtype()) if not check.passed]
+    assert {check.operation for check in wrong} == {"round trip of keys", "round trip of values"}
+    assert all("shape and dtype of the definition" in check.failed for check in wrong)
 
 
 class NotFinite(MLXBackend):
@@ -136,7 +167,7 @@ def test_nan_from_a_kernel_fails_and_stays_out_of_the_result():
 def test_another_shape_or_dtype_is_a_failure():
     x = mx.zeros((2, 3))
     for other in (mx.zeros((3, 2)), mx.zeros((2, 3), mx.float16)):
-        with pytest.raises(ValueError, match="shape and dtype of the definition"):
+        with pytest.raises(ParityError, match="shape and dtype of the definition"):
             difference(other, x)
 
 
