@@ -25,6 +25,15 @@ CASES = {
     "eight_bits": Case(key_channels=80, value_channels=96, key_bits=8, value_bits=8, group_size=64, codes=192, sinks=64),
     "wide_values": Case(value_channels=256, key_channels=96, batch=2, codes=64, window=3),
     "nothing_quantised": Case(codes=0, window=9),
+    "two_queries": Case(heads=1, queries_a_head=2, key_channels=128, value_channels=96, codes=640, group_size=128, key_bits=8),
+    "four_queries": Case(heads=1, queries_a_head=4, key_channels=128, value_channels=128, codes=544, sinks=32),
+    "four_queries_in_eight_bits": Case(
+        heads=1, queries_a_head=4, value_channels=96, key_bits=8, value_bits=8, group_size=64, codes=320
+    ),
+    "four_queries_in_bfloat16": Case(
+        heads=2, queries_a_head=4, value_channels=128, key_bits=4, value_bits=4, group_size=128, codes=384, dtype=mx.bfloat16
+    ),
+    "eight_queries": Case(heads=1, queries_a_head=2, length=4, key_channels=96, value_channels=96, value_bits=2, codes=544),
     "long_float32": Case(
         heads=1, key_channels=64, value_channels=96, dtype=mx.float32, codes=1280, group_size=64, value_bits=8
     ),
@@ -52,7 +61,7 @@ def test_attention_is_within_the_bound(backend: Backend, name: str) -> None:
     assert mx.array_equal(queries, kept).item()
 
 
-@pytest.mark.parametrize("queries_a_head", [1, 2])
+@pytest.mark.parametrize("queries_a_head", [1, 2, 4])
 def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many heads as fill a GPU there is one split; scores grow along it, so that every tile moves the maximum."""
     for module in (kernel_attention, kernel_tensor):
@@ -89,7 +98,7 @@ def test_a_lone_split_needs_no_merge(backend: Backend, with_sinks: bool, monkeyp
     assert mx.all(blind == 0).item()
 
 
-@pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long", "long_grouped"])
+@pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long", "long_grouped", "four_queries"])
 def test_masks_and_sinks_are_applied(backend: Backend, name: str) -> None:
     case = CASES[name]
     queries, history, exact = build(case, seed=1)
