@@ -61,11 +61,10 @@ def packing(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, 
     turned = [mx.contiguous(k.swapaxes(-1, -2)) for k in keys]
     mx.eval(turned)
     settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
-    arguments = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
 
     def definition(turn: int) -> list[mx.array]:
-        k = group_quantize(keys[turn % SETS], axis=-2, **arguments)
-        v = group_quantize(values[turn % SETS], axis=-1, **arguments)
+        k = group_quantize(keys[turn % SETS], axis=-2, **settings)
+        v = group_quantize(values[turn % SETS], axis=-1, **settings)
         return [pack(k.codes.swapaxes(-1, -2), bits), k.scale, k.zero, pack(v.codes, bits), v.scale, v.zero]
 
     def affine(turn: int) -> list[mx.array]:
