@@ -149,7 +149,7 @@ class Tolerances(Config):
     flip_rate: float = Field(0.15, ge=0, le=10, description="rise of the flip rate, of at least 2 %, that is tolerated")
     speed: float = Field(0.10, ge=0, le=10, description="fall of a ratio of speeds that is tolerated")
     false_discovery_rate: float = Field(0.01, gt=0, lt=1, description="chance of a false alarm in a night without a change")
-    seed: int = Field(0, ge=0, description="seed of the resampling")
+    seed: int = Field(0, ge=0, description="seed of the signs and resamples that are drawn")
 
 
 # From figures measured with the embedded model in float32, R=128, G=32, on 1,024 tokens of prose and of HumanEval: mean KL of

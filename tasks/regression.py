@@ -2,13 +2,15 @@
 
 Three kinds of measurement are compared in three ways.
 
-- Quality: both nights scored the same tokens, so sequences (or blocks of positions) pair up. Their differences are
-  resampled: the percentile bootstrap (Efron and Tibshirani, 1993, chapter 13) of the mean difference.
+- Quality: both nights scored the same tokens, so sequences (or blocks of positions) pair up. Whether their mean difference is
+  chance a sign-flip test says (Fisher's randomisation test, 1935): without a change each difference is as likely to have the
+  other sign, so the p value holds for however few pairs. How large it is, a percentile bootstrap (Efron and Tibshirani, 1993,
+  chapter 13), whose own p value would not: with 7 pairs it is below 1 % by chance six times in a hundred.
 - Speed: a night's rounds are ratios to the full cache in the same round. The logarithms of two nights' ratios are compared
   by Welch's t test, only where both nights ran on one class of device.
 - Memory: bytes are counted, not sampled. They are compared exactly, as whole numbers.
 
-A regression is a change for the worse whose interval excludes no change, after control of the false discovery rate over
+A regression is a change for the worse which chance does not explain, after control of the false discovery rate over
 all sampled comparisons of the night (Benjamini and Hochberg, 1995), and which is larger than what is tolerated. With no
 change anywhere, that rate is the chance of any false alarm in a night; it does not cover what differs between nights and
 is the same for all rounds of one, which is what the tolerance of speed is for (docs/history.md has the figures).
@@ -29,9 +31,11 @@ from kivi.measure.results import CellResult, ContextThroughput, Interval, Metric
 from tasks.config import Config, Tolerances
 
 CONFIDENCE = 0.95
-FEWEST_PAIRS = 6  # below, even differences that all have one sign come about by chance with 2 / 2^n > 0.05
+FEWEST_PAIRS = 8  # below, even differences that all have one sign come about by chance with 2 / 2^n > 0.01
 FEWEST_ROUNDS = 3
-FEWEST_RESAMPLES = 10_000
+RESAMPLES = 10_000  # of the bootstrap
+EXACT_PAIRS = 14  # up to here all 2^n signs are looked at, from there on as many as are drawn
+FEWEST_FLIPS = 10_000
 # Relative changes are taken of at least this much: below, a cache is as good as exact and its figure is noise of floats.
 FLOORS = {"quality.kl_mean": 1e-4, "quality.flip_rate": 0.02}
 
@@ -102,7 +106,7 @@ class _Observed:
     tolerance: float = 0.0
     before: float | None = None
     after: float | None = None
-    exact: bool = False
+    counts: tuple[int, int] | None = None  # before and after, of what is counted
     differences: Floats | None = None  # of paired samples, as shares of before
     rounds: tuple[Floats, Floats] | None = None  # logarithms of ratios, before and after
     obstacle: str = ""  # why it cannot be compared
@@ -128,9 +132,9 @@ def compare(pairs: Sequence[Pair], tolerances: Tolerances, notes: Sequence[str] 
     """
     observed = [metric for pair in pairs for metric in _observe(pair, tolerances)]
     sampled = sum(metric.is_sampled for metric in observed)
-    # A lone regression passes Benjamini-Hochberg with p <= rate / tests: the smallest p of the bootstrap is half of that.
-    resamples = max(FEWEST_RESAMPLES, math.ceil(4 * sampled / tolerances.false_discovery_rate))
-    estimator = _Estimator(resamples, tolerances.seed)
+    # A lone regression passes Benjamini-Hochberg with p <= rate / tests: the smallest p of drawn signs is a quarter of that.
+    flips = max(FEWEST_FLIPS, math.ceil(4 * sampled / tolerances.false_discovery_rate))
+    estimator = _Estimator(flips, tolerances.seed)
     estimates = [estimator.estimate(metric) for metric in observed]
     adjusted = iter(_adjust([estimate.p_value for estimate in estimates if estimate.p_value is not None]))
     changes = tuple(
@@ -175,7 +179,7 @@ def _observe_bytes(pair: Pair) -> _Observed:
         "memory.bytes_per_token",
         before=before.resident_bytes / before.tokens,
         after=now.resident_bytes / now.tokens,
-        exact=True,
+        counts=(before.resident_bytes, now.resident_bytes),
     )
 
 
@@ -213,37 +217,68 @@ def _contexts(result: CellResult) -> dict[int, ContextThroughput]:
 class _Estimator:
     """Estimates with draws that all metrics of as many samples share, since their seed is one."""
 
-    def __init__(self, resamples: int, seed: int) -> None:
-        self._resamples, self._seed = resamples, seed
+    def __init__(self, flips: int, seed: int) -> None:
+        self._flips, self._seed = flips, seed
         self._drawn: dict[int, np.ndarray[Any, np.dtype[np.uint16]]] = {}
 
     def estimate(self, metric: _Observed) -> _Estimate:
         if metric.differences is not None:
-            return self._bootstrap(metric.differences)
+            return self._paired(metric.differences)
         if metric.rounds is not None:
             return _welch(*metric.rounds)
-        if metric.exact and metric.before is not None and metric.after is not None:
-            return _Estimate(metric.after / metric.before - 1)
+        if metric.counts is not None:
+            before, after = metric.counts
+            return _Estimate((after - before) / before)
         return _Estimate(math.nan)
 
-    def _bootstrap(self, differences: Floats) -> _Estimate:
-        """Return the mean of ``differences``, its percentile interval, and the p value at which that interval meets zero."""
+    def _paired(self, differences: Floats) -> _Estimate:
+        """Return the mean of ``differences``, its percentile interval, and the p value of the sign-flip test."""
         if not differences.any():
             return _Estimate(0.0, Interval(low=0.0, high=0.0, method=f"all {differences.size} pairs are equal"), 1.0)
         means = self._draws(differences.size) @ (differences / differences.size)
         low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-        method = f"percentile bootstrap, {self._resamples} resamples of {differences.size} pairs, seed {self._seed}"
-        beyond = min(int((means <= 0).sum()), int((means >= 0).sum()))
-        p_value = min(1.0, 2 * (beyond + 1) / (self._resamples + 1))
-        return _Estimate(float(differences.mean()), Interval(low=float(low), high=float(high), method=method), p_value)
+        method = f"percentile bootstrap, {RESAMPLES} resamples of {differences.size} pairs, seed {self._seed}"
+        interval = Interval(low=float(low), high=float(high), method=method)
+        return _Estimate(float(differences.mean()), interval, sign_flip_p(differences, self._flips, self._seed))
 
     def _draws(self, count: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-        """Return how often each of ``count`` samples is drawn, ``[resamples, count]``."""
+        """Return how often each of ``count`` samples is drawn, ``[RESAMPLES, count]``."""
         if count not in self._drawn:
             generator = np.random.default_rng(self._seed)
             even = np.full(count, 1 / count)
-            self._drawn[count] = generator.multinomial(count, even, size=self._resamples).astype(np.uint16)
+            self._drawn[count] = generator.multinomial(count, even, size=RESAMPLES).astype(np.uint16)
         return self._drawn[count]
+
+
+def sign_flip_p(differences: Floats, flips: int, seed: int) -> float:
+    """Return the chance of a mean as far from zero as that of ``differences``, if each were as likely to have the other sign.
+
+    It is exact up to ``EXACT_PAIRS`` differences. Above, the observed signs count as one draw more, ``(k + 1) / (m + 1)``, so
+    that few draws make it larger, never too small.
+
+    Args:
+        differences: One for each pair, ``[pairs]``.
+        flips: Signs of all pairs that are drawn, where there are too many to look at each.
+        seed: Of the draws.
+    """
+    # What other signs come to equally is reached, too, in whatever order it was added.
+    reached = abs(differences.sum()) - 1e-12 * np.abs(differences).sum()
+    if differences.size <= EXACT_PAIRS:
+        return float(np.mean(np.abs(_signed_sums(differences)) >= reached))
+    # SciPy's permutation_test does the same with an array of flips x pairs: an hour for full.yaml. Sums of eight are looked up.
+    generator, sums = np.random.default_rng(seed), np.zeros(flips)
+    for start in range(0, differences.size, 8):
+        eight = _signed_sums(differences[start : start + 8])
+        sums += eight[generator.integers(eight.size, size=flips)]
+    return float((np.sum(np.abs(sums) >= reached) + 1) / (flips + 1))
+
+
+def _signed_sums(differences: Floats) -> Floats:
+    """Return the sum of ``differences`` with each of the ``2 ** pairs`` signs."""
+    sums = np.zeros(1)
+    for difference in differences:
+        sums = np.concatenate([sums - difference, sums + difference])
+    return sums
 
 
 def _welch(before: Floats, after: Floats) -> _Estimate:
