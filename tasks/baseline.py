@@ -8,7 +8,8 @@ tags, on the parent and on its cells, so that a person sees it and any machine w
 - ``kivi.pin``: ``TIME`` on a night that stays until another is pinned, because "last good" drifts by what is tolerated.
 - ``kivi.identity`` on the cells, by which they are found.
 
-A night that is gated again, because it was resumed, is compared as the first time: with good nights that began before it.
+A night that is gated again, because it was resumed, is compared as the first time: with nights that began before it, so never
+with itself, also where it was set or pinned since.
 """
 
 from __future__ import annotations
@@ -181,12 +182,12 @@ def serving_cells(store: TrackingStore, tag: str) -> list[Run]:
 
 
 def _baselines(store: TrackingStore, result: CellResult, notes: list[str]) -> Iterator[Chosen]:
-    same = f"tags.`{IDENTITY}` = '{identity(result)}'"
     started = int(result.provenance.started.timestamp() * 1000)
-    good = all_runs(store, f"{same} AND tags.`{BASELINE}` LIKE 'good %' AND attributes.start_time < {started}", most=CANDIDATES)
-    by_hand = all_runs(store, f"{same} AND tags.`{BASELINE}` LIKE 'set %'")
+    earlier = f"tags.`{IDENTITY}` = '{identity(result)}' AND attributes.start_time < {started}"
+    good = all_runs(store, f"{earlier} AND tags.`{BASELINE}` LIKE 'good %'", most=CANDIDATES)
+    by_hand = all_runs(store, f"{earlier} AND tags.`{BASELINE}` LIKE 'set %'")
     latest = sorted([*good, *by_hand], key=lambda run: _time(run, BASELINE), reverse=True)
-    pinned = sorted(all_runs(store, f"{same} AND tags.`{PIN}` LIKE '%'"), key=lambda run: _time(run, PIN), reverse=True)
+    pinned = sorted(all_runs(store, f"{earlier} AND tags.`{PIN}` LIKE '%'"), key=lambda run: _time(run, PIN), reverse=True)
     for name, runs in (("the last good night", latest), ("the pinned night", pinned[:1])):
         chosen = _first_readable(store, name, runs, notes)
         if chosen is not None:

@@ -139,6 +139,18 @@ def test_a_baseline_set_by_hand_takes_effect_until_the_next_good_night(store, ni
     assert against(store, night_of(4, worse=1.3))[0] == ["the last good night 2026-11-03"]
 
 
+@pytest.mark.parametrize("chosen", [set_baseline, pin_baseline])
+def test_a_night_that_was_chosen_by_hand_is_not_compared_with_itself(store, night_of, chosen):
+    log(store, night_of(1))
+    chosen(store, "2026-11-01")
+    worse = night_of(2, worse=1.3)
+    log(store, worse, good=False)
+    before = against(store, worse)
+    chosen(store, "2026-11-02")
+    assert against(store, worse) == before
+    assert {change.against[-10:] for change in before[1].regressions} == {"2026-11-01"}
+
+
 def test_a_pin_stays_and_catches_what_creeps(store, night_of):
     log(store, night_of(1))
     pin_baseline(store, "2026-11-01")
