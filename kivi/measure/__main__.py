@@ -105,12 +105,17 @@ def read_texts(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return [content]
     texts = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(json_lines(content), start=1):
         try:
             texts.append(str(json.loads(line)["text"]))
         except (ValueError, KeyError, TypeError):
             raise MeasureError(f"{str(path)!r}, line {number}: expected a JSON object with a field text") from None
     return texts
+
+
+def json_lines(content: str) -> list[str]:
+    """Return the lines of JSON lines, which newlines alone end: JSON may hold U+2028 and what else ends a line in Unicode."""
+    return content.removesuffix("\n").split("\n") if content else []
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -120,7 +125,7 @@ def read_questions(path: Path) -> list[Question]:
         MeasureError: a line is no such object, or its text does not end with its answer.
     """
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(json_lines(path.read_text(encoding="utf-8")), start=1):
         try:
             row = json.loads(line)
             questions.append(Question(str(row["text"]), str(row["answer"]), row.get("depth")))

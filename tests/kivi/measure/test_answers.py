@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kivi.measure import MeasureError, answers
-from kivi.measure.__main__ import read_questions
+from kivi.measure.__main__ import read_questions, read_texts
 from kivi.measure.answers import Question, continue_greedily, measure_answers, tokenize
 from kivi.measure.arms import FULL
 from kivi.measure.monitor import DeadlineError, Monitor
@@ -180,3 +181,14 @@ def test_questions_are_read_from_json_lines(tmp_path: Path) -> None:
     path.write_text('{"text": "1 + 1 is 2"}\n')
     with pytest.raises(MeasureError, match="line 1: expected a JSON object with text and answer"):
         read_questions(path)
+
+
+def test_only_a_newline_ends_a_json_line(tmp_path: Path) -> None:
+    """JSON may hold U+2028, U+2029 and U+0085 as they are, which end lines in Unicode."""
+    path, text = tmp_path / "own.jsonl", "one\u2028two\u2029three\x85four"
+    row = json.dumps({"text": text, "answer": "four"}, ensure_ascii=False)
+    path.write_text(f"{row}\n{row}\n", encoding="utf-8")
+    assert read_texts(path) == [text, text]
+    assert read_questions(path) == [Question(text, "four")] * 2
+    path.write_text("", encoding="utf-8")
+    assert read_texts(path) == []
