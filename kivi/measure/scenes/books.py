@@ -7,16 +7,18 @@ from typing import Any
 import mlx.core as mx
 
 from kivi.accounting import CacheBytes
-from kivi.measure.arms import held_arrays
+from kivi.measure.arms import held_arrays, settle
 from kivi.measure.memory import held_bytes, settled_memory
 from kivi.measure.scenes.report import Curve, Notes, SceneSettings
 from kivi.measure.scenes.subject import Pair, Subject, feed, join, read, show_bytes, subject_of
 from kivi.spec import CacheSpec
+from kivi.storage import CODE_STEP, GROWTH
 
 PARTS = ("key_codes", "key_params", "value_codes", "value_params", "residual", "full_precision")
 WITNESSED = 5  # times that MLX's own count of active memory is asked; each waits for the garbage collector
 GPU_PAGE, CPU_PAGE, HEADER = 16_384, 4096, 64  # bytes; see _rounding
 AT_ONCE = 2048  # tokens, for bytes a token in the long run
+GROWN = 16_384  # tokens, of which a 32nd stands out from a window; what comes after them makes the codes grow
 
 SEED_SPEC: dict[str, Any] = {"key_bits": 2, "value_bits": 2, "group_size": 32, "residual_length": 32}
 SEED_TOKENS, SEED_HEADS, SEED_HEAD_DIM = 200, 4, 64
@@ -165,7 +167,7 @@ def growth(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     token = (sizes[1] - sizes[0]) / AT_ONCE
     full = subject.bill(AT_ONCE).full_precision / AT_ONCE
     due = (subject.bill(2 * AT_ONCE).accounted - subject.bill(AT_ONCE).accounted) / AT_ONCE
-    slack = due * (1 + 1 / 8) + subject.spare_limit(0) / AT_ONCE  # spare capacity grows by an eighth of the codes
+    slack = due * (1 + 1 / GROWTH) + subject.spare_limit(0) / AT_ONCE
     sentence = (
         f"live arrays grow by {token:,.1f} bytes a token, full precision by {full:,.1f}, {full / token:.2f} times as much"
     )
@@ -173,6 +175,23 @@ def growth(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     notes.check("bytes a token", wrong, sentence, live_bytes=token, promised_bytes=due, full_bytes=full)
     if not subject.packs and not wrong:
         notes.warn("saves no memory", f"{subject.spec.kind} keeps every token in full precision: it shows the error alone")
+    _spare_as_it_grows(subject, settings, notes)
+
+
+def _spare_as_it_grows(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
+    """Measure spare capacity where a long cache has just grown, which is when it has the most."""
+    tokens = subject.tokens(GROWN + 2 * CODE_STEP, settings.seed + 2)
+    cache = subject.fed(tokens.cut(0, GROWN))
+    most, limit, where = 0, subject.spare_limit(GROWN), GROWN
+    for stop in (GROWN + CODE_STEP, GROWN + 2 * CODE_STEP):
+        feed(cache, tokens.cut(stop - CODE_STEP, stop))
+        settle([cache])
+        spare = held_bytes(cache) - subject.bill(stop).accounted
+        if spare > most:
+            most, limit, where = spare, subject.spare_limit(stop), stop
+    sentence = f"live arrays hold at most {show_bytes(most)} more than {where:,} tokens need, once a long cache has grown"
+    wrong = f"{sentence}; its class states at most {show_bytes(limit)}" if most > limit else ""
+    notes.check("spare as it grows", wrong, sentence, spare_bytes=most, limit_bytes=limit, tokens=where)
 
 
 def seed_scene(subject: Subject, settings: SceneSettings, notes: Notes) -> None:  # noqa: ARG001  a scene of fixed specs

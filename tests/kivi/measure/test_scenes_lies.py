@@ -10,7 +10,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from kivi.accounting import CacheBytes, resident_bytes
 from kivi.cache import KIVICache
-from kivi.measure.scenes import AuditReport, SceneSettings, Subject, audit, subject_of
+from kivi.measure.scenes import AuditReport, SceneSettings, Subject, audit, audit_spec, subject_of
 from kivi.quantize import group_roundtrip
 from kivi.roundtrip import RoundTripKIVICache
 from kivi.spec import CacheSpec
@@ -66,6 +66,17 @@ def test_full_precision_called_spare_capacity():
     assert ("books", "resident") not in found and ("books", "total") not in found
     assert "are called spare capacity" in found["books", "spare"]
     assert ("growth", "bytes a token") in found
+
+
+@pytest.mark.parametrize("text", ["kivi:bits=2,residual=32,backend=mlx", "kivi:bits=4,backend=mlx"])
+def test_a_cache_that_grows_by_more_than_it_states(text, monkeypatch):
+    """An eighth instead of a 32nd, as an earlier version grew."""
+    spec = CacheSpec.parse(text)
+    assert audit_spec(spec, SETTINGS, names=["growth"]).passed
+    monkeypatch.setattr("kivi.storage.GROWTH", 8)
+    found = errors(audit_spec(spec, SETTINGS, names=["growth"]))
+    assert found.keys() == {("growth", "spare as it grows")}
+    assert "its class states at most" in found["growth", "spare as it grows"]
 
 
 class ForgetsWindow(KIVICache):
