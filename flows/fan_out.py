@@ -54,7 +54,9 @@ class Dispatch:
         cells = self._missing(cell.key for cell in plan.cells)
         failed = self._do([self._job("measure", [cell]) for cell in plan.cells if cell.key in cells], cells)
         groups = {
-            throughput_key(done): done for group in plan.groups if (done := [cell for cell in group if self._has(cell.key)])
+            throughput_key(done): done
+            for group in plan.groups
+            if (done := [cell for cell in group if cell.key not in failed and self._has(cell.key)])
         }
         timings = self._missing(groups)
         failed |= self._do([self._job("time", group) for key, group in groups.items() if key in timings], timings)
@@ -74,14 +76,23 @@ class Dispatch:
         return self._store.read(key, CellResult) is not None
 
     def _do(self, jobs: Sequence[Job], keys: set[str]) -> dict[str, str]:
+        old = {key: self._written(key) for key in keys} if self._refresh else {}
         failed = run_jobs(jobs, self._log, self._config.queue)
         self._fetch(keys - failed.keys())
         for key in keys - failed.keys():
-            if not self._store.path(key).exists():
+            if self._written(key) in {None, old.get(key)}:
                 failed[key] = (
                     f"its worker is done, but its result is not in {self._store.folder}: share that, or an MLflow server"
                 )
         return failed
+
+    def _written(self, key: str) -> tuple[int, int] | None:
+        """Return what tells a result's file from one that takes its place; None where there is none."""
+        try:
+            status = self._store.path(key).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def _fetch(self, keys: set[str]) -> None:
         if keys and between_machines():
