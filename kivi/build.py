@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
@@ -47,7 +48,8 @@ def make_prompt_cache(model: Module, spec: CacheSpec) -> list[Any]:
 
     Raises:
         AttentionError: No layer can take the cache, or the model computes attention where the codes would not be seen.
-        SpecError: ``spec.layers`` names a layer that the model has not, or that keeps its own cache.
+        SpecError: ``spec.layers`` names a layer that the model has not, or that keeps its own cache; or mlx-lm's quantised
+            cache cannot hold as many numbers a head as the model has, in so many bits.
     """
     plan = _plan_layers(model, spec)
     if any(layer is not None and layer.kind == "kivi" for layer in plan):
@@ -152,7 +154,36 @@ def _plan_layers(model: Module, spec: CacheSpec) -> Plan:
     for index in sorted({named % len(own) for named in spec.layers} - able):
         if wanted[index].kind != "full":
             raise SpecError(f"layers[{index}]: this layer of {_name(model)} keeps its own {type(own[index]).__name__}")
+    if spec.kind == "mlx-quantized":
+        for dim in sorted(_head_dims(model, own, able)):
+            _require_whole_words(_name(model), dim, spec)
     return [layer if index in able and layer.kind != "full" else None for index, layer in enumerate(wanted)]
+
+
+def _head_dims(model: Module, own: Sequence[Any], layers: set[int]) -> set[int]:
+    """Return how many numbers a key or a value of ``layers`` has; two tokens use up ``own``, and nothing is evaluated."""
+    model(mx.array([[0, 0]]), cache=own)
+    held = [own[index] for index in layers if own[index].keys is not None]
+    return {array.shape[-1] for cache in held for array in (cache.keys, cache.values)}
+
+
+def _require_whole_words(name: str, dim: int, spec: CacheSpec) -> None:
+    """Refuse ``dim`` numbers a head that mlx-lm's quantised cache makes room for otherwise than MLX packs them.
+
+    It counts on ``32 // bits`` codes in a word of 32 bits, where MLX lets codes of 3, 5 and 6 bits cross words.
+
+    Raises:
+        SpecError: the two differ, or a group is no divisor.
+    """
+    bits = spec.key_bits
+    if dim % spec.group_size:
+        raise SpecError(
+            f"group_size={spec.group_size}: {name} has {dim} numbers a head, which mlx-lm cannot divide into groups"
+        )
+    if dim // (32 // bits) != dim * bits // 32:
+        raise SpecError(
+            f"key_bits={bits}: mlx-lm's quantised cache cannot hold the {dim} numbers a head of {name}; use 2, 4 or 8 bits"
+        )
 
 
 def _unable_layers(model: Module, own: Sequence[Any], layers: set[int]) -> set[int]:

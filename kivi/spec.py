@@ -48,7 +48,7 @@ def _check_bits(bits: Any) -> Any:
     if isinstance(bits, list | tuple):
         raise ValueError(f"{bits!r}: one cache has one number of bits; give layers their own under `layers`")
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in MLX_BITS:
-        raise ValueError(f"{bits!r}: KIVI codes have 2, 4 or 8 bits")
+        raise ValueError(f"{bits!r}: KIVI codes have 2, 4 or 8 bits, those of mlx-lm's quantised cache 2, 3, 4, 5, 6 or 8")
     return bits
 
 

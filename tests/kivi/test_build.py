@@ -32,7 +32,7 @@ def kinds(caches):
 )
 def test_each_kind_of_spec_makes_its_caches(make_model, spec, kind):
     for name in ("llama", "qwen2"):  # qwen2 has no make_cache of its own
-        caches = make_prompt_cache(make_model(name), CacheSpec.parse(spec))
+        caches = make_prompt_cache(make_model(name, hidden_size=128), CacheSpec.parse(spec))  # 32 numbers a head, a whole group
         assert kinds(caches) == [kind] * 3
     if kind is not KVCache:
         assert caches[0] is not caches[1]
@@ -48,8 +48,30 @@ def test_a_spec_given_as_text_is_one_sentence(make_model, make):
 
 
 def test_mlx_lms_own_quantised_cache_is_given_bits_and_group(make_model):
-    cache = make_prompt_cache(make_model("llama"), CacheSpec(kind="mlx-quantized", key_bits=3, value_bits=3, group_size=128))[0]
+    model = make_model("llama", head_dim=128)
+    cache = make_prompt_cache(model, CacheSpec(kind="mlx-quantized", key_bits=3, value_bits=3, group_size=128))[0]
     assert (cache.bits, cache.group_size) == (3, 128)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_what_mlx_lms_quantised_cache_cannot_hold_is_refused_and_nothing_else(make_model, bits, group_size, head_dim):
+    """It is given tokens to see what it can hold: of 3, 5 and 6 bits the rooms of some sizes are too small."""
+    array = mx.zeros((1, 1, 2, head_dim))
+    try:
+        mx.eval(QuantizedKVCache(group_size, bits).update_and_fetch(array, array))
+        holds = True
+    except ValueError:
+        holds = False
+    model = make_model("llama", num_hidden_layers=1, head_dim=head_dim)
+    spec = CacheSpec(kind="mlx-quantized", key_bits=bits, value_bits=bits, group_size=group_size)
+    if holds:
+        assert kinds(make_prompt_cache(model, spec)) == [QuantizedKVCache]
+        return
+    for make in (make_prompt_cache, install):
+        with pytest.raises(SpecError, match=rf"{head_dim} numbers a head[^\n]*$"):
+            make(model, spec)
 
 
 def test_sliding_layers_keep_their_cache_and_are_listed(make_model):

@@ -56,6 +56,8 @@ def test_parse_and_slug(text, slug):
         ("kivi:bits", "'bits' in 'kivi:bits': expected key=value"),
         ("kiwi", "kind='kiwi'"),
         ("full:bits=2", "a full cache takes no options"),
+        ("mlx-quantized:bits=7", "7: KIVI codes have 2, 4 or 8 bits, those of mlx-lm's quantised cache 2, 3, 4, 5, 6 or 8"),
+        ("kivi:bits=7", "7: KIVI codes have 2, 4 or 8 bits, those of mlx-lm's quantised cache 2, 3, 4, 5, 6 or 8"),
         ("mlx-quantized:residual=3", "takes bits and group_size only, got residual_length"),
         ("mlx-quantized:key_bits=4,value_bits=2", "key_bits=4, value_bits=2: mlx-lm's quantised cache has one number"),
     ],
