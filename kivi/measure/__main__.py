@@ -135,7 +135,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def read_settings(path: Path | None) -> MeasureSettings:
-    """Return the settings in a JSON file, or the standard nightly's.
+    """Return the settings in a JSON file, or the defaults; what the file leaves out is the default, too.
 
     Raises:
         MeasureError: the file is missing, or holds something else.
