@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,7 +16,7 @@ from kivi.measure.comparison import ComparisonResult
 from kivi.measure.results import CellResult
 from kivi.measure.scenes import AuditReport
 from tasks import audit, compare
-from tasks.config import ConfigError, NightlyConfig
+from tasks.config import ConfigError, NightlyConfig, first_sentence
 from tasks.gate import judge
 from tasks.night import IMPORT, Night, Outcome, PromptSource, cell_of
 from tasks.places import REPORTS
@@ -24,24 +26,45 @@ from tasks.tracking_store import writer
 
 KINDS: dict[str, type[ComparisonResult] | type[AuditReport]] = {"kivi-comparison": ComparisonResult, "kivi-audit": AuditReport}
 NAMES = {CellResult: "a cell's result", ComparisonResult: "a comparison", AuditReport: "an audit"}
+KEY = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")  # a night's cells have the short one, `python -m kivi.measure` the long one
+FIRST = datetime(2024, 1, 1, tzinfo=UTC)  # nothing was measured before there was KIVI
+CLOCKS_DIFFER = timedelta(days=1)
 
 
 def read_result(path: Path) -> CellResult | ComparisonResult | AuditReport:
     """Read one cell's result, a comparison of backends, or an audit, whichever the file says it is.
 
     Raises:
-        ConfigError: the file cannot be read or is none of them.
+        ConfigError: the file cannot be read, is none of them, or has a figure, key or date that no measurement gives.
     """
     try:
         content = path.read_bytes()
         kind = KINDS.get(_kind(content), CellResult)
-        return kind.model_validate_json(content)
+        result = kind.model_validate_json(content)
+        _check_origin(result)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"{path}: not {NAMES[kind]}: {where}: {first['msg']}") from None
+        raise ConfigError(f"{path}: not {NAMES[kind]}: {first_sentence(error)}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not {NAMES[kind]}: {error}") from None
+    return result
+
+
+def _check_origin(result: CellResult | ComparisonResult | AuditReport) -> None:
+    """Refuse what a file says of its own origin and cannot be true: it would stand among the nights for good.
+
+    Raises:
+        ValueError: the key is no content hash, or the measurement began before KIVI or in the future.
+    """
+    started = result.started if not isinstance(result, CellResult) else result.provenance.started
+    if isinstance(result, CellResult) and not KEY.fullmatch(result.cell_key):
+        raise ValueError(f"cell_key: {result.cell_key!r:.80}: expected 32 or 64 hexadecimal digits, as they were measured")
+    if not FIRST <= started <= datetime.now(UTC) + CLOCKS_DIFFER:
+        raise ValueError(
+            f"started: {started.isoformat()}: expected a time from {FIRST.year} on that is not in the future; "
+            "set the clock of the machine that measured, and measure again"
+        )
 
 
 def _kind(content: bytes) -> str:
@@ -75,7 +98,7 @@ def log_result(result: CellResult, tracking_dir: Path) -> NightResult:
     source = PromptSource(name=made.prompt_set, sha256=made.prompt_sha256, source="measured elsewhere")
     night = Night(
         name=IMPORT,
-        scheduled=made.started.strftime("%Y-%m-%d %H:%M UTC"),
+        scheduled=made.started.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         outcomes=(Outcome(cell=cell_of(result), result=result, reused=True),),
         prompt_sets=(source,),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, computed_field, model_validator
 
 from kivi.quantize import padded_length
 from kivi.spec import CacheSpec
@@ -16,18 +16,20 @@ class CacheBytes(BaseModel):
     """The bytes of one cache, or of the sum of several.
 
     ``resident`` is measured from the live arrays; every other figure is computed from token counts, shapes and item sizes.
-    An honest cache has ``resident == accounted + spare``.
+    An honest cache has ``resident == accounted + spare``; ``spare`` is below 0 where a cache holds less than it accounts for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    resident: int = Field(description="bytes of the arrays that the cache keeps alive")
-    full_precision: int = Field(description="bytes of the same tokens, keys and values, unquantised in the dtype that was run")
-    key_codes: int = Field(0, description="bytes of packed key codes")
-    key_params: int = Field(0, description="bytes of the scales and zeros of keys")
-    value_codes: int = Field(0, description="bytes of packed value codes")
-    value_params: int = Field(0, description="bytes of the scales and zeros of values")
-    residual: int = Field(0, description="bytes of tokens in full precision: sinks and residual window")
+    resident: NonNegativeInt = Field(description="bytes of the arrays that the cache keeps alive")
+    full_precision: NonNegativeInt = Field(
+        description="bytes of the same tokens, keys and values, unquantised in the dtype that was run"
+    )
+    key_codes: NonNegativeInt = Field(0, description="bytes of packed key codes")
+    key_params: NonNegativeInt = Field(0, description="bytes of the scales and zeros of keys")
+    value_codes: NonNegativeInt = Field(0, description="bytes of packed value codes")
+    value_params: NonNegativeInt = Field(0, description="bytes of the scales and zeros of values")
+    residual: NonNegativeInt = Field(0, description="bytes of tokens in full precision: sinks and residual window")
     spare: int = Field(0, description="bytes of capacity that is allocated and holds no token")
 
     @model_validator(mode="before")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AwareDatetime, Field, ValidationError, field_validator
 
 from kivi import BLAS, machine
 from kivi.backends import NAMES, Backend, Name, available, resolve
@@ -116,7 +116,7 @@ class ComparisonResult(Record):
 
     schema_version: Literal[1] = 1
     kind: Literal["kivi-comparison"] = "kivi-comparison"
-    started: datetime
+    started: AwareDatetime
     seconds: float
     device: str = Field(description="hardware by kind, never by host name")
     blas: str

@@ -1,22 +1,28 @@
 """The typed, versioned result of one cell: JSON both ways, NaN and infinity refused.
 
 Every number carries its unit and whether higher is better in its field's schema, so that tables, MLflow and the gate read
-them from one place (:func:`metric_fields`).
+them from one place (:func:`metric_fields`). Its type says what it can be at all, so that no share of 3 is read from a file.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from kivi.accounting import CacheBytes
 from kivi.measure.scorers import ScorerName
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Divergence = Annotated[float, Field(ge=-1e-3)]  # a KL, which is never below 0 but for the noise of floats
+Cosine = Annotated[float, Field(ge=-1.001, le=1.001)]  # with the same noise
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # tokens, bytes and the like, at most what fits into 64 bits
+Several = Annotated[int, Field(ge=1, lt=2**63)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 def metric(description: str, unit: str, *, higher_is_better: bool | None) -> Any:
@@ -53,20 +59,20 @@ class Interval(Record):
 class DepthBucket(Record):
     """Quality of the scored positions ``start <= position < stop``."""
 
-    start: int
-    stop: int
-    positions: int
-    kl_mean: float
-    flip_rate: float
+    start: Count
+    stop: Several
+    positions: Several
+    kl_mean: Divergence
+    flip_rate: Share
 
 
 class StepCheck(Record):
     """The same positions of the first sequence, scored one token a call as decoding does, and in chunks."""
 
-    positions: int
-    kl_mean_steps: float
-    kl_mean_chunks: float
-    largest_difference: float = Field(description="of the two KLs at one position, nats")
+    positions: Several
+    kl_mean_steps: Divergence
+    kl_mean_chunks: Divergence
+    largest_difference: NonNegativeFloat = Field(description="of the two KLs at one position, nats")
 
 
 class Quality(Record):
@@ -75,29 +81,31 @@ class Quality(Record):
     Over the scored positions whose query can see at least one quantised key; for a cache that never quantises, over all.
     """
 
-    kl_mean: float = metric("mean KL divergence from the full cache", "nats", higher_is_better=False)
-    kl_median: float = metric("median KL divergence", "nats", higher_is_better=False)
-    kl_p99: float = metric("99th percentile of the KL divergence", "nats", higher_is_better=False)
-    kl_max: float = metric("largest KL divergence", "nats", higher_is_better=False)
-    flip_rate: float = metric("share of positions whose top token changes", "1", higher_is_better=False)
-    perplexity: float = metric("perplexity with this cache", "1", higher_is_better=False)
-    perplexity_full: float = metric("perplexity with the full cache on the same positions", "1", higher_is_better=None)
-    coverage: float = metric("share of scored positions that see a quantised key", "1", higher_is_better=None)
-    positions: int = metric("positions that the figures are over", "tokens", higher_is_better=None)
-    sequences: int = metric("sequences scored", "1", higher_is_better=None)
+    kl_mean: Divergence = metric("mean KL divergence from the full cache", "nats", higher_is_better=False)
+    kl_median: Divergence = metric("median KL divergence", "nats", higher_is_better=False)
+    kl_p99: Divergence = metric("99th percentile of the KL divergence", "nats", higher_is_better=False)
+    kl_max: Divergence = metric("largest KL divergence", "nats", higher_is_better=False)
+    flip_rate: Share = metric("share of positions whose top token changes", "1", higher_is_better=False)
+    perplexity: PositiveFloat = metric("perplexity with this cache", "1", higher_is_better=False)
+    perplexity_full: PositiveFloat = metric("perplexity with the full cache on the same positions", "1", higher_is_better=None)
+    coverage: Share = metric("share of scored positions that see a quantised key", "1", higher_is_better=None)
+    positions: Several = metric("positions that the figures are over", "tokens", higher_is_better=None)
+    sequences: Several = metric("sequences scored", "1", higher_is_better=None)
     kl_interval: Interval | None = None
     flip_interval: Interval | None = None
     by_depth: list[DepthBucket] = []
-    sequence_kl: list[float] = Field([], description="mean KL of each sequence or block, in order: the gate's paired samples")
-    sequence_flips: list[float] = Field([], description="flip rate of each sequence or block, in order")
+    sequence_kl: list[Divergence] = Field(
+        [], description="mean KL of each sequence or block, in order: the gate's paired samples"
+    )
+    sequence_flips: list[Share] = Field([], description="flip rate of each sequence or block, in order")
     step_check: StepCheck | None = None
-    control_kl_mean: float | None = optional_metric(
+    control_kl_mean: Divergence | None = optional_metric(
         "mean KL from the full cache of the same codes, dequantised: the quantiser's error", "nats", higher_is_better=False
     )
-    control_flip_rate: float | None = optional_metric(
+    control_flip_rate: Share | None = optional_metric(
         "share of positions whose top token changes, same codes dequantised", "1", higher_is_better=False
     )
-    kernel_kl_mean: float | None = optional_metric(
+    kernel_kl_mean: Divergence | None = optional_metric(
         "mean KL from the dequantised codes to attention on codes: the kernels' error", "nats", higher_is_better=False
     )
 
@@ -108,31 +116,33 @@ class Continuation(Record):
     prompt_tail: str
     reference: str
     text: str
-    agreement: float
-    first_divergence: int | None
+    agreement: Share
+    first_divergence: Count | None
 
 
 class Generation(Record):
     """Free-running trajectories, and logits on the reference's trajectory. Trajectories are not a measure of cache error."""
 
-    token_agreement: float = metric("share of generated tokens equal to the full cache's", "1", higher_is_better=True)
-    first_divergence: float = metric("mean step of the first different token (steps, if none)", "steps", higher_is_better=True)
-    repetition_rate: float = metric("share of generated 4-grams that repeat an earlier one", "1", higher_is_better=False)
-    steps: int = metric("tokens generated a prompt", "tokens", higher_is_better=None)
-    context: int = metric("prompt tokens", "tokens", higher_is_better=None)
-    logit_cosine: list[float] = Field([], description="cosine to the full cache's logits by decode step, teacher-forced")
-    logit_cosine_free: list[float] = Field([], description="the same, free-running: cache error and divergence together")
-    step_kl: list[float] = Field([], description="KL by decode step, teacher-forced")
+    token_agreement: Share = metric("share of generated tokens equal to the full cache's", "1", higher_is_better=True)
+    first_divergence: NonNegativeFloat = metric(
+        "mean step of the first different token (steps, if none)", "steps", higher_is_better=True
+    )
+    repetition_rate: Share = metric("share of generated 4-grams that repeat an earlier one", "1", higher_is_better=False)
+    steps: Several = metric("tokens generated a prompt", "tokens", higher_is_better=None)
+    context: Several = metric("prompt tokens", "tokens", higher_is_better=None)
+    logit_cosine: list[Cosine] = Field([], description="cosine to the full cache's logits by decode step, teacher-forced")
+    logit_cosine_free: list[Cosine] = Field([], description="the same, free-running: cache error and divergence together")
+    step_kl: list[Divergence] = Field([], description="KL by decode step, teacher-forced")
     continuations: list[Continuation] = []
 
 
 class Timing(Record):
     """Rates over rounds: median, extremes, and each round's value in order."""
 
-    median: float
-    minimum: float
-    maximum: float
-    rounds: list[float]
+    median: PositiveFloat
+    minimum: PositiveFloat
+    maximum: PositiveFloat
+    rounds: list[PositiveFloat]
 
     @classmethod
     def of(cls, rounds: Sequence[float]) -> Timing:
@@ -143,7 +153,7 @@ class Timing(Record):
 class ContextThroughput(Record):
     """Timings at one context length; ratios pair each round with the full cache's round."""
 
-    context: int
+    context: Several
     prefill_tps: Timing
     decode_tps: Timing
     time_to_first_token_s: Timing
@@ -156,13 +166,15 @@ class ContextThroughput(Record):
 class Throughput(Record):
     """Speed beside the full cache, arms interleaved. The scalar figures are medians at the longest context."""
 
-    prefill_tps: float = metric("prompt tokens a second", "tokens/s", higher_is_better=True)
-    decode_tps: float = metric("generated tokens a second", "tokens/s", higher_is_better=True)
-    prefill_ratio: float = metric("prefill speed over the full cache's, same round", "1", higher_is_better=True)
-    decode_ratio: float = metric("decode speed over the full cache's, same round", "1", higher_is_better=True)
-    baseline_spread: float = metric("(max - min) / median of the full cache's own decode", "1", higher_is_better=None)
-    peak_bytes: int | None = optional_metric("MLX's peak in a process of this cache alone", "bytes", higher_is_better=False)
-    process_peak_bytes: int | None = optional_metric(
+    prefill_tps: PositiveFloat = metric("prompt tokens a second", "tokens/s", higher_is_better=True)
+    decode_tps: PositiveFloat = metric("generated tokens a second", "tokens/s", higher_is_better=True)
+    prefill_ratio: PositiveFloat = metric("prefill speed over the full cache's, same round", "1", higher_is_better=True)
+    decode_ratio: PositiveFloat = metric("decode speed over the full cache's, same round", "1", higher_is_better=True)
+    baseline_spread: NonNegativeFloat = metric(
+        "(max - min) / median of the full cache's own decode", "1", higher_is_better=None
+    )
+    peak_bytes: Count | None = optional_metric("MLX's peak in a process of this cache alone", "bytes", higher_is_better=False)
+    process_peak_bytes: Count | None = optional_metric(
         "largest resident set of a process of this cache alone, model and loading included", "bytes", higher_is_better=None
     )
     contexts: list[ContextThroughput] = []
@@ -175,31 +187,31 @@ class Answer(Record):
     expected: str
     text: str
     text_full: str
-    score: float
-    score_full: float
-    tokens: int = Field(description="of the prompt, examples included")
-    depth: float | None = Field(None, description="where in the text the fact stands, as a share")
+    score: Share
+    score_full: Share
+    tokens: Several = Field(description="of the prompt, examples included")
+    depth: Share | None = Field(None, description="where in the text the fact stands, as a share")
 
 
 class AnswerBucket(Record):
     """The questions of one depth whose prompt has at most ``length`` tokens and more than half of that."""
 
-    length: int
-    depth: float | None
-    questions: int
-    accuracy: float
-    accuracy_full: float
+    length: Several
+    depth: Share | None
+    questions: Several
+    accuracy: Share
+    accuracy_full: Share
 
 
 class Answers(Record):
     """Questions with right answers, and all that decides how they were asked."""
 
-    accuracy: float = metric("mean score of the answers with this cache", "1", higher_is_better=True)
-    accuracy_full: float = metric("mean score with the full cache, same questions", "1", higher_is_better=True)
-    questions: int = metric("questions asked", "1", higher_is_better=None)
+    accuracy: Share = metric("mean score of the answers with this cache", "1", higher_is_better=True)
+    accuracy_full: Share = metric("mean score with the full cache, same questions", "1", higher_is_better=True)
+    questions: Several = metric("questions asked", "1", higher_is_better=None)
     difference_interval: Interval | None = Field(None, description="of accuracy - accuracy_full, over the same questions")
     scorer: ScorerName
-    tokens: int = Field(description="most tokens of an answer")
+    tokens: Several = Field(description="most tokens of an answer")
     examples: list[str] = Field([], description="few-shot examples before each question, as they were given")
     chat_template: str | None = Field(None, description="the template, where questions went through one")
     prompts_sha256: str = Field(description="digest of all prompts as tokens, in order")
@@ -210,36 +222,36 @@ class Answers(Record):
 class Memory(Record):
     """Bytes of the cache after the generation context and steps, and peaks of the process."""
 
-    resident_bytes: int = metric("bytes of live cache arrays", "bytes", higher_is_better=False)
-    accounted_bytes: int = metric("bytes that the cache accounts for", "bytes", higher_is_better=False)
-    full_bytes: int = metric("bytes of the same tokens in full precision", "bytes", higher_is_better=None)
-    compression: float = metric("full precision over resident", "1", higher_is_better=True)
-    bytes_per_token: float = metric("resident bytes a token, all layers", "bytes", higher_is_better=False)
-    peak_prefill_bytes: int = metric("MLX's peak during prefill", "bytes", higher_is_better=False)
-    peak_decode_bytes: int = metric("MLX's peak during decode", "bytes", higher_is_better=False)
-    process_peak_bytes: int = metric("largest resident set of the process so far", "bytes", higher_is_better=None)
-    tokens: int = metric("tokens in the cache, over all rows", "tokens", higher_is_better=None)
+    resident_bytes: Several = metric("bytes of live cache arrays", "bytes", higher_is_better=False)
+    accounted_bytes: Count = metric("bytes that the cache accounts for", "bytes", higher_is_better=False)
+    full_bytes: Count = metric("bytes of the same tokens in full precision", "bytes", higher_is_better=None)
+    compression: PositiveFloat = metric("full precision over resident", "1", higher_is_better=True)
+    bytes_per_token: PositiveFloat = metric("resident bytes a token, all layers", "bytes", higher_is_better=False)
+    peak_prefill_bytes: Count = metric("MLX's peak during prefill", "bytes", higher_is_better=False)
+    peak_decode_bytes: Count = metric("MLX's peak during decode", "bytes", higher_is_better=False)
+    process_peak_bytes: Count = metric("largest resident set of the process so far", "bytes", higher_is_better=None)
+    tokens: Several = metric("tokens in the cache, over all rows", "tokens", higher_is_better=None)
     growth_bytes: int | None = optional_metric(
         "growth of MLX's active memory since before the caches were made: a witness", "bytes", higher_is_better=None
     )
-    held_bytes: int | None = optional_metric(
+    held_bytes: Count | None = optional_metric(
         "bytes of every array reachable from the caches, whatever they say: a witness", "bytes", higher_is_better=None
     )
-    layer_bytes: list[int] = Field([], description="resident bytes of each layer, in order")
+    layer_bytes: list[Count] = Field([], description="resident bytes of each layer, in order")
 
 
 class Accounting(Record):
     """The seven figures of the cache's own books, from token counts."""
 
-    compressed_key_bytes: int = metric("quantised keys: codes, scales and zeros", "bytes", higher_is_better=False)
-    full_key_bytes: int = metric("all keys in full precision", "bytes", higher_is_better=None)
-    compressed_value_bytes: int = metric("quantised values: codes, scales and zeros", "bytes", higher_is_better=False)
-    full_value_bytes: int = metric("all values in full precision", "bytes", higher_is_better=None)
-    residual_bytes: int = metric("tokens kept in full precision", "bytes", higher_is_better=False)
-    average_bits: float = metric(
+    compressed_key_bytes: Count = metric("quantised keys: codes, scales and zeros", "bytes", higher_is_better=False)
+    full_key_bytes: Count = metric("all keys in full precision", "bytes", higher_is_better=None)
+    compressed_value_bytes: Count = metric("quantised values: codes, scales and zeros", "bytes", higher_is_better=False)
+    full_value_bytes: Count = metric("all values in full precision", "bytes", higher_is_better=None)
+    residual_bytes: Count = metric("tokens kept in full precision", "bytes", higher_is_better=False)
+    average_bits: PositiveFloat = metric(
         "bits of a number in the quantised region, parameters included", "bits", higher_is_better=False
     )
-    compression_ratio: float = metric("full precision over what the books say", "1", higher_is_better=True)
+    compression_ratio: PositiveFloat = metric("full precision over what the books say", "1", higher_is_better=True)
 
 
 class Finding(Record):
@@ -262,13 +274,13 @@ class Audit(Record):
 class Provenance(Record):
     """What produced the result; hardware by kind, never by host name."""
 
-    started: datetime
-    seconds: dict[str, float]
-    model: str
+    started: AwareDatetime
+    seconds: dict[str, NonNegativeFloat]
+    model: Text
     model_revision: str
     weights_digest: str
     model_dtype: str
-    prompt_set: str
+    prompt_set: Text
     prompt_sha256: str
     settings: MeasureSettings
     spec: CacheSpec
@@ -279,7 +291,7 @@ class Provenance(Record):
     packages: dict[str, str]
     git_sha: str
     git_dirty: bool
-    layers_quantized: int
+    layers_quantized: Count
     layers_kept: dict[str, str] = Field({}, description="layers that keep their own cache, and why")
     coverage_note: str = Field(description="what the cell covered, in a sentence")
 

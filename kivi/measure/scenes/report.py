@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
 
 from kivi.measure.results import Finding, Record
 from kivi.measure.settings import Settings
@@ -73,7 +72,7 @@ class AuditReport(Record):
     cache: str = Field(description="class of the cache that was audited")
     backend: str = Field(description="who ran its kernels, and why that one")
     passed: bool = Field(description="whether no scene found an error, and at least one ran")
-    started: datetime
+    started: AwareDatetime
     seconds: float
     device: str = Field(description="hardware by kind, never by host name")
     blas: str
