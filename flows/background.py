@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from pydantic import Field
 
 from tasks.config import Config
 
@@ -26,9 +27,9 @@ class Process(Config):
     """A recorded process. The time it began tells it from a later one with the same id."""
 
     name: str
-    pid: int
+    pid: int = Field(gt=0, lt=2**31)
     began: float
-    address: str = ""
+    address: str = Field("", pattern=r"^(https?://\S+)?$", description="where it answers, or whom it asks for work")
 
     def find(self) -> psutil.Process | None:
         """Return the process when it still runs."""
@@ -50,20 +51,37 @@ class Background:
         return self.folder / f"{name}.log"
 
     def recorded(self, name: str) -> Process | None:
-        """Return what was recorded of a process, whether it still runs or not."""
+        """Return what was recorded of a process, whether it still runs or not.
+
+        Raises:
+            ServerError: the record is damaged: what it was for may still run, and a second one would get in its way.
+        """
+        path = self.folder / f"{name}.json"
         try:
-            return Process.model_validate_json((self.folder / f"{name}.json").read_bytes())
-        except (OSError, ValueError):
+            return Process.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except (OSError, ValueError):
+            raise ServerError(
+                f"{path}: damaged, so {name} cannot be found: end it by hand if it still runs, then remove this file"
+            ) from None
 
     def running(self, name: str) -> Process | None:
         recorded = self.recorded(name)
         return recorded if recorded is not None and recorded.find() is not None else None
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], address: str = "") -> Process:
-        """Start a process that does not end with this one, and record it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.log(name).open("ab") as log:
+        """Start a process that does not end with this one, and record it.
+
+        Raises:
+            ServerError: its log cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            opened = self.log(name).open("ab")
+        except OSError as error:
+            raise ServerError(f"{name} cannot be started: {error.filename}: {error.strerror}") from None
+        with opened as log:
             started = subprocess.Popen(  # noqa: S603  ours
                 command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -90,7 +108,9 @@ class Background:
     def end(self, name: str) -> bool:
         """End a recorded process with its children, and forget it; return whether it ran."""
         recorded = self.recorded(name)
-        process = recorded.find() if recorded else None
+        if recorded is None:
+            return False
+        process = recorded.find()
         if process is not None:
             end_tree(process)
         (self.folder / f"{name}.json").unlink(missing_ok=True)
@@ -124,10 +144,11 @@ def free_port(host: str, wanted: int) -> int:
     """Return the first port from ``wanted`` on that nobody listens on.
 
     Raises:
-        ServerError: the next hundred are all taken, or the host is not an address of this machine.
+        ServerError: it and the 99 after it are all taken, or the host is not an address of this machine.
     """
     reason = ""
-    for port in range(wanted, wanted + 100):
+    last = min(wanted + 99, 65535)
+    for port in range(wanted, last + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -136,4 +157,4 @@ def free_port(host: str, wanted: int) -> int:
                 reason = error.strerror or str(error)
                 continue
         return port
-    raise ServerError(f"{host}: no port from {wanted} to {wanted + 99} can be used: {reason}")
+    raise ServerError(f"{host}: no port from {wanted} to {last} can be used: {reason}")

@@ -98,7 +98,7 @@ def _prefect() -> Finding:
 
 def _servers(tracking_dir: Path) -> Iterator[Finding]:
     """Yield what ``make up`` started, and whether what is deployed there is what this code takes."""
-    from flows.background import background
+    from flows.background import ServerError, background
     from flows.deployments import FILE, drift
 
     if not background(tracking_dir).folder.exists():
@@ -106,11 +106,14 @@ def _servers(tracking_dir: Path) -> Iterator[Finding]:
     from flows.servers import state
 
     server = ""
-    for name, recorded, trouble in state(tracking_dir):
-        text = trouble or recorded.address or f"process {recorded.pid} runs"
-        yield Finding(f"make up: {name}", not trouble, text, "make up" if trouble else "", needed=True)
-        if name == "prefect" and not trouble:
-            server = recorded.address
+    try:
+        for name, recorded, trouble in state(tracking_dir):
+            text = trouble or recorded.address or f"process {recorded.pid} runs"
+            yield Finding(f"make up: {name}", not trouble, text, "make up" if trouble else "", needed=True)
+            if name == "prefect" and not trouble:
+                server = recorded.address
+    except ServerError as error:
+        yield Finding("make up", False, str(error), needed=True)
     if server and Path(FILE).exists():
         differences = list(drift(f"{server}/api", Path.cwd()))
         text = "; ".join(differences) or "what is deployed is what this code takes"

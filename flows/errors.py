@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+
 # By name, since a class that was never imported was never raised, and importing all of them takes seconds.
 USAGE = frozenset(
     {
@@ -21,6 +24,27 @@ USAGE = frozenset(
 def is_usage(error: BaseException) -> bool:
     """Return whether ``error`` is bad usage, a bad configuration, or a folder that cannot be used."""
     return any(f"{kind.__module__}.{kind.__qualname__}" in USAGE for kind in type(error).__mro__)
+
+
+def prefect_setting(error: BaseException) -> str:
+    """Return the sentence for a setting of Prefect that cannot be used, nothing for any other error.
+
+    Prefect reads its settings, from the environment and its profile, when it is imported, and raises what pydantic found.
+    """
+    from pydantic import ValidationError
+
+    from kivi.spec import reason
+
+    frames = traceback.walk_tb(error.__traceback__)
+    if not any(frame.f_globals.get("__name__") == "pydantic_settings.main" for frame, _ in frames):
+        return ""
+    if not isinstance(error, ValidationError):  # of a value that has to be JSON
+        return f"Prefect's settings: {error}; correct it in the environment or Prefect's profile, or unset it"
+    first = error.errors()[0]
+    field = "_".join(str(part) for part in first["loc"])
+    given = (name for name, value in os.environ.items() if name.startswith("PREFECT_") and value == first["input"])
+    name = next((name for name in given if name.endswith(field.upper())), f"Prefect's setting {field}")
+    return f"{name}={reason(first)}; correct it, or unset it for Prefect's default"
 
 
 class Terminated(KeyboardInterrupt):

@@ -13,27 +13,33 @@ Starting again starts what is missing. What is started is recorded in ``<trackin
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Annotated, NamedTuple, NoReturn
 
 import httpx
+from pydantic import Field, TypeAdapter, ValidationError
 
 from flows.background import Background, Process, ServerError, background, free_port
-from flows.deployments import POOL, deploy
-from tasks.fan_out import POOL as CELLS_POOL
+from flows.deployments import FILE, POOL, deploy
+from flows.errors import is_usage, prefect_setting
+from tasks.config import ConfigError
 from tasks.places import ARTIFACTS, UI_PORT
-from tasks.tracking_store import TRACKING_URI, database_uri, writer
+from tasks.tracking_store import TRACKING_URI, TrackingError, database_uri, require_address, writer
 
 HOST = "127.0.0.1"
 PREFECT_PORT = 4200
 NAMES = ("prefect", "mlflow", "worker", "cells")
 QUERY_S = "2"  # between two looks of a worker for work; Prefect's 10 s would be the idle time between short cells
 BACKEND = "MLFLOW_BACKEND_STORE_URI"
+PREFECT, MLFLOW = "PREFECT_SERVER_API", "MLFLOW"  # what the variables of their hosts and ports begin with
+Port = TypeAdapter(Annotated[int, Field(ge=1, le=65535)])
 
 
 class Addresses(NamedTuple):
@@ -48,20 +54,26 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
 
     Raises:
         ServerError: a server does not start, or a deployment is refused.
+        ConfigError: a port of the environment is none, or ``project`` has no prefect.yaml.
         TrackingError: the tracking folder cannot be used.
     """
-    processes = background(tracking_dir)
+    processes = _processes(tracking_dir)
+    if not (project / FILE).is_file():
+        raise ConfigError(f"{project}: no {FILE} to deploy; start from the project's folder")
+    for prefix in (PREFECT, MLFLOW):  # before anything is started
+        _wanted_port(prefix)
 
     def start(name: str, launch: Callable[[], Launch]) -> Process:
         return processes.running(name) or processes.start(name, *launch())
 
+    pools = (("worker", POOL), ("cells", _cells_pool()))
     prefect = start("prefect", lambda: launch_prefect(processes.folder, _port(processes, "prefect", PREFECT_PORT)))
     mlflow = start("mlflow", lambda: launch_mlflow(tracking_dir, _port(processes, "mlflow", UI_PORT)))
     processes.wait(prefect, lambda: answers(f"{prefect.address}/api/health"))
     processes.wait(mlflow, lambda: answers(f"{mlflow.address}/health"))
     api, through = f"{prefect.address}/api", mlflow.address if BACKEND in os.environ else ""
     workers = {}
-    for name, pool in (("worker", POOL), ("cells", CELLS_POOL)):
+    for name, pool in pools:
         present = processes.running(name)
         if present is not None and present.address != api:  # the server has come back elsewhere
             processes.end(name)
@@ -73,8 +85,13 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
 
 
 def down(tracking_dir: Path) -> list[str]:
-    """End what :func:`up` started, the worker first; return the names of what ran."""
-    processes = background(tracking_dir)
+    """End what :func:`up` started, the worker first; return the names of what ran.
+
+    Raises:
+        ServerError: a record is damaged.
+        TrackingError: the tracking folder is none.
+    """
+    processes = _processes(tracking_dir)
     return [name for name in reversed(NAMES) if processes.end(name)]
 
 
@@ -127,9 +144,10 @@ def run(name: str, tracking_dir: Path) -> NoReturn:
 
     Raises:
         ServerError: its port is taken.
+        ConfigError: a port of the environment is none.
         TrackingError: the tracking folder cannot be used.
     """
-    home = background(tracking_dir).folder
+    home = _processes(tracking_dir).folder
     api = os.environ.get("PREFECT_API_URL", f"http://{HOST}:{PREFECT_PORT}/api")
     launch = {
         "prefect": lambda: launch_prefect(home),
@@ -142,7 +160,7 @@ def run(name: str, tracking_dir: Path) -> NoReturn:
 
 def launch_prefect(folder: Path, port: int = PREFECT_PORT) -> Launch:
     """Return how Prefect's server is started, with its database in ``folder`` unless the environment names another."""
-    host, port = _listen("PREFECT_SERVER_API", port)
+    host, port = _listen(PREFECT, port)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
     return Launch(command, _home(folder), f"http://{host}:{port}")
 
@@ -152,7 +170,7 @@ def launch_mlflow(tracking_dir: Path, port: int = UI_PORT) -> Launch:
     if BACKEND not in os.environ:
         with writer(tracking_dir):
             pass
-    host, port = _listen("MLFLOW", port)
+    host, port = _listen(MLFLOW, port)
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     settings = {
         # By environment, not argument: a database's address may hold a password, and arguments are for all to see.
@@ -174,7 +192,7 @@ def launch_worker(name: str, folder: Path, api: str, mlflow: str = "") -> Launch
         api: The Prefect server.
         mlflow: The MLflow server to log through, where the database is not the tracking folder's.
     """
-    pool, options = (POOL, []) if name == "worker" else (CELLS_POOL, ["--limit", "1"])
+    pool, options = (POOL, []) if name == "worker" else (_cells_pool(), ["--limit", "1"])
     command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--pool", pool]
     settings = {**_home(folder), "PREFECT_API_URL": api}
     settings.setdefault("PREFECT_WORKER_QUERY_SECONDS", QUERY_S)
@@ -183,23 +201,61 @@ def launch_worker(name: str, folder: Path, api: str, mlflow: str = "") -> Launch
     return Launch([*command, "--name", platform.node(), *options], settings, api)
 
 
+def _cells_pool() -> str:
+    """Return the pool of the workers for cells. What Prefect, imported for it, prints of a bad setting is in its error, too."""
+    with redirect_stderr(io.StringIO()):
+        from tasks.fan_out import POOL as CELLS_POOL
+    return CELLS_POOL
+
+
+def _processes(tracking_dir: Path) -> Background:
+    """Return the processes of a tracking folder.
+
+    Raises:
+        TrackingError: it is a file, or cannot be used.
+    """
+    require_address(tracking_dir)
+    try:
+        next(tracking_dir.iterdir(), None)
+    except FileNotFoundError:  # the first start makes it
+        pass
+    except OSError as error:
+        raise TrackingError(f"{tracking_dir}: {error.strerror}; choose another tracking folder") from None
+    return background(tracking_dir)
+
+
 def _port(processes: Background, name: str, default: int) -> int:
     """Return the port that a server had before, so that whoever knows it finds the server again."""
     recorded = processes.recorded(name)
-    return int(recorded.address.rpartition(":")[2]) if recorded is not None else default
+    if recorded is None:
+        return default
+    return httpx.URL(recorded.address).port or default
 
 
 def _listen(prefix: str, default: int) -> tuple[str, int]:
     """Return host and port: as the environment says, which must be free, or the next free one."""
     host = os.environ.get(f"{prefix}_HOST", HOST)
-    wanted = os.environ.get(f"{prefix}_PORT")
+    wanted = _wanted_port(prefix)
     if wanted is None:
         return host, free_port(host, default)
-    if not wanted.isdecimal() or not 0 < int(wanted) < 65536:
-        raise ServerError(f"{prefix}_PORT={wanted!r}: expected a port, 1 to 65535")
-    if free_port(host, int(wanted)) != int(wanted):
+    if free_port(host, wanted) != wanted:
         raise ServerError(f"{prefix}_PORT={wanted}: the port is taken; choose another, or leave it unset to find a free one")
-    return host, int(wanted)
+    return host, wanted
+
+
+def _wanted_port(prefix: str) -> int | None:
+    """Return the port that the environment names, if it does.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    given = os.environ.get(f"{prefix}_PORT")
+    if given is None:
+        return None
+    try:
+        return Port.validate_python(given)
+    except ValidationError:
+        raise ConfigError(f"{prefix}_PORT={given!r:.80}: expected a port, 1 to 65535; correct it, or unset it") from None
 
 
 def _home(folder: Path) -> dict[str, str]:
@@ -213,7 +269,7 @@ USAGE = f"""usage: python -m flows.servers up|down [TRACKING_DIR]
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``python -m flows.servers``; return the exit code."""
+    """Run ``python -m flows.servers``; return the exit code: 1 for a server that failed, 2 for bad usage."""
     try:
         match arguments:
             case ["up", *rest] if len(rest) < 2:
@@ -228,9 +284,13 @@ def main(arguments: list[str]) -> int:
             case _:
                 sys.stderr.write(USAGE)
                 return 2
-    except RuntimeError as error:
-        sys.stderr.write(f"kivi: {error}\n")
-        return 1
+    except Exception as error:
+        sentence = prefect_setting(error) or str(error)
+        usage = is_usage(error) or sentence != str(error)
+        if not usage and not isinstance(error, ServerError):
+            raise
+        sys.stderr.write(f"kivi: {sentence}\n")
+        return 2 if usage else 1
     return 0
 
 
