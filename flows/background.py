@@ -149,12 +149,18 @@ def free_port(host: str, wanted: int) -> int:
     reason = ""
     last = min(wanted + 99, 65535)
     for port in range(wanted, last + 1):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                reason = error.strerror or str(error)
-                continue
-        return port
+        reason = refusal(host, port)
+        if not reason:
+            return port
     raise ServerError(f"{host}: no port from {wanted} to {last} can be used: {reason}")
+
+
+def refusal(host: str, port: int) -> str:
+    """Return why no server can listen there, e.g. because one does, and nothing where one can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""

@@ -17,7 +17,7 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Annotated, NamedTuple, NoReturn
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
-from flows.background import Background, Process, ServerError, background, free_port
+from flows.background import Background, Process, ServerError, background, free_port, refusal
 from flows.deployments import FILE, POOL, deploy
 from flows.errors import is_usage, prefect_setting
 from tasks.config import ConfigError
@@ -170,15 +170,20 @@ def launch_mlflow(tracking_dir: Path, port: int = UI_PORT) -> Launch:
     if BACKEND not in os.environ:
         with writer(tracking_dir):
             pass
-    host, port = _listen(MLFLOW, port)
+    return mlflow_server(tracking_dir, *_listen(MLFLOW, port), os.environ)
+
+
+def mlflow_server(tracking_dir: Path, host: str, port: int, instead: Mapping[str, str] | None = None) -> Launch:
+    """Return how MLflow's server is started on a tracking folder's store, or on what the variables of ``instead`` name."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     settings = {
+        **os.environ,
         # By environment, not argument: a database's address may hold a password, and arguments are for all to see.
         BACKEND: database_uri(tracking_dir),
         "MLFLOW_ARTIFACTS_DESTINATION": (tracking_dir.resolve() / ARTIFACTS).as_uri(),
         # Jobs are for MLflow's own evaluations: more processes, and nothing that is used here.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        **os.environ,
+        **(instead or {}),
     }
     return Launch(command, settings, f"http://{host}:{port}")
 
@@ -238,8 +243,8 @@ def _listen(prefix: str, default: int) -> tuple[str, int]:
     wanted = _wanted_port(prefix)
     if wanted is None:
         return host, free_port(host, default)
-    if free_port(host, wanted) != wanted:
-        raise ServerError(f"{prefix}_PORT={wanted}: the port is taken; choose another, or leave it unset to find a free one")
+    if reason := refusal(host, wanted):
+        raise ServerError(f"{prefix}_PORT={wanted}: {reason}; choose another, or leave it unset to find a free one")
     return host, wanted
 
 

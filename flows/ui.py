@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.background import POLL_S
-from flows.servers import answers
+import psutil
+
+from flows.background import POLL_S, end_tree, refusal
+from flows.servers import HOST, answers, mlflow_server
 from tasks import places
 from tasks.config import Config
-from tasks.places import ARTIFACTS
 from tasks.track import find_cells, find_nights
-from tasks.tracking_store import TrackingError, database_uri, writer
-
-HOST = "127.0.0.1"
+from tasks.tracking_store import TrackingError, writer
 
 
 class Links(Config):
@@ -48,7 +45,10 @@ def links(tracking_dir: Path, port: int) -> Links:
 
 
 def serve(tracking_dir: Path, port: int, ready: Callable[[], None]) -> int:
-    """Serve until interrupted; return MLflow's exit code, or 128 and the number of the signal that ended it, as shells do.
+    """Serve until interrupted; return 0 then, or MLflow's exit code, 128 and the number of the signal that ended it.
+
+    The server has a session of its own: a signal of the terminal reaches this process alone, which ends the server, where both
+    would answer, MLflow with a traceback. A terminal that is closed therefore has to be heard here, unless ``nohup`` says not.
 
     Args:
         tracking_dir: Folder of the store.
@@ -56,30 +56,26 @@ def serve(tracking_dir: Path, port: int, ready: Callable[[], None]) -> int:
         ready: Called once the server answers.
 
     Raises:
-        TrackingError: the port is taken.
+        TrackingError: the port cannot be used.
     """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise TrackingError(f"port {port}: {error.strerror}; choose another --port") from None
-    artifacts = tracking_dir.resolve() / ARTIFACTS
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database_uri(tracking_dir)]
-    command += ["--artifacts-destination", artifacts.as_uri(), "--host", HOST, "--port", str(port), "--workers", "1"]
-    command += ["--uvicorn-opts", "--log-level warning"]
-    # Jobs are for MLflow's own evaluations: more processes, and nothing that is used here.
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = subprocess.Popen(command, env=environment, stdout=sys.stderr)  # noqa: S603  ours
-    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+    if reason := refusal(HOST, port):
+        raise TrackingError(f"port {port}: {reason}; choose another --port")
+    launch = mlflow_server(tracking_dir, HOST, port)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    command = [*launch.command, "--uvicorn-opts", "--log-level warning"]
+    server = subprocess.Popen(  # noqa: S603  ours
+        command, env=launch.environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+    )
     try:
-        while server.poll() is None and not answers(f"http://{HOST}:{port}/health"):
+        while server.poll() is None and not answers(f"{launch.address}/health"):
             time.sleep(POLL_S)
         if server.poll() is None:
             ready()
         code = server.wait()
         return code if code >= 0 else 128 - code
-    except KeyboardInterrupt:
-        server.terminate()  # never killed: MLflow's command passes a termination on to the server behind it
-        server.wait()
+    except KeyboardInterrupt:  # SIGTERM is one, too
         return 0
+    finally:
+        if server.poll() is None:
+            end_tree(psutil.Process(server.pid))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import urllib.request
 from importlib import metadata
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -185,21 +187,27 @@ def test_doctor_fails_when_nothing_could_be_logged(tmp_path):
     assert "--tracking-dir" in finding["remedy"]
 
 
-def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_command):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "hangup"])
+def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_command, sent):
     assert call("import", result_file(), "--tracking-dir", tmp_path / "mlruns").exit_code == 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [*kivi_command, "ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # As a terminal has it: the command and what it starts are one group, which Ctrl-C and the end of the terminal go to.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         links = json.loads(process.stdout.readline())
         with urllib.request.urlopen(links["nights"].partition("#")[0], timeout=60) as answer:  # noqa: S310  http, and ours
             page = answer.read().decode()  # links are printed when the server answers, not before
+        server = psutil.Process(process.pid).children()[0]
+        assert os.getpgid(server.pid) != process.pid
     finally:
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=180)[0]
-    assert rest == ""  # the server's own lines are not on stdout
+        os.killpg(process.pid, sent)
+        rest, said = process.communicate(timeout=180)
+    assert (process.returncode, rest) == (0, "")  # the server's own lines are not on stdout
+    assert "Traceback" not in said
+    assert not server.is_running()
     assert "<title>MLflow</title>" in page
     assert "/#/compare-runs?runs=" in links["compare"]
     with socket.socket() as probe:

@@ -78,7 +78,7 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error(
         taken.listen()
         monkeypatch.setenv("PREFECT_SERVER_API_PORT", str(taken.getsockname()[1]))
         assert main(["up", str(tmp_path)]) == 1
-    assert "the port is taken; choose another" in capsys.readouterr().err
+    assert "Address already in use; choose another" in capsys.readouterr().err
     assert not (tmp_path / "servers" / "prefect.json").exists()
 
 
