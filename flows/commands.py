@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.errors import Terminated, interruption, is_usage, prefect_setting
+from flows.errors import Terminated, interruption, sentence
 
 PASSED, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # what shells expect of a command that a signal ended
@@ -38,9 +38,9 @@ def sentences() -> Iterator[None]:
         if (signalled := interruption(error)) is not None:
             sys.stderr.write("kivi: interrupted; what is finished is kept, and the same command goes on from there\n")
             raise typer.Exit(TERMINATED if isinstance(signalled, Terminated) else INTERRUPTED) from None
-        if not (sentence := prefect_setting(error) or (str(error) if is_usage(error) else "")):
+        if not (said := sentence(error)):
             raise
-        sys.stderr.write(f"kivi: {visible(sentence)}\n")
+        sys.stderr.write(f"kivi: {visible(said)}\n")
         raise typer.Exit(USAGE) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 
@@ -26,7 +27,16 @@ def is_usage(error: BaseException) -> bool:
     return any(f"{kind.__module__}.{kind.__qualname__}" in USAGE for kind in type(error).__mro__)
 
 
-def prefect_setting(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
+    """Return what to tell a user who can mend ``error``; nothing where a traceback says more."""
+    if is_usage(error):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # ours are short: it was given
+        return f"{error.filename}: {error.strerror}; choose a shorter name"
+    return _prefect_setting(error)
+
+
+def _prefect_setting(error: BaseException) -> str:
     """Return the sentence for a setting of Prefect that cannot be used, nothing for any other error.
 
     Prefect reads its settings, from the environment and its profile, when it is imported, and raises what pydantic found.

@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from flows.background import Background, Process, ServerError, background, free_port, refusal
 from flows.deployments import FILE, POOL, deploy
-from flows.errors import is_usage, prefect_setting
+from flows.errors import sentence
 from tasks.config import ConfigError
 from tasks.places import ARTIFACTS, UI_PORT
 from tasks.tracking_store import TRACKING_URI, TrackingError, database_uri, require_address, writer
@@ -290,11 +290,10 @@ def main(arguments: list[str]) -> int:
                 sys.stderr.write(USAGE)
                 return 2
     except Exception as error:
-        sentence = prefect_setting(error) or str(error)
-        usage = is_usage(error) or sentence != str(error)
+        usage = sentence(error)
         if not usage and not isinstance(error, ServerError):
             raise
-        sys.stderr.write(f"kivi: {sentence}\n")
+        sys.stderr.write(f"kivi: {usage or error}\n")
         return 2 if usage else 1
     return 0
 

@@ -42,7 +42,7 @@ def back_up(tracking_dir: Path, folder: Path | None = None) -> Backup:
         folder: Where the backup goes, ``backups/TIME`` in the tracking folder by default.
 
     Raises:
-        TrackingError: there is no store, the folder is there already, or it cannot be written.
+        TrackingError: there is no store, or the folder is there already, is among the artefacts, or cannot be written.
     """
     require_store(tracking_dir)
     with hold(tracking_dir):
@@ -55,6 +55,8 @@ def copy_store(tracking_dir: Path, folder: Path | None = None) -> Backup:
     folder = folder or tracking_dir / BACKUPS / made.strftime("%Y-%m-%dT%H%M%S.%fZ")
     if folder.exists():
         raise TrackingError(f"{folder}: is there already; a backup goes into a new folder")
+    if folder.resolve().is_relative_to((tracking_dir / ARTIFACTS).resolve()):
+        raise TrackingError(f"{folder}: is among the artefacts, so it would have to hold itself; choose a folder elsewhere")
     partial = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -69,6 +69,8 @@ class PromptSetConfig(Config):
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
+        if Path(self.source).name in {"", ".."}:
+            raise ValueError(f"source={self.source!r}: give the folder or file of the rows by its own name")
         given = [name for name in ("column", "template", "messages") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both given: a row's text comes from one of them")

@@ -23,6 +23,8 @@ from tasks.config import ConfigError
 from tasks.track import find_nights
 from tasks.tracking_store import writer
 
+LONG = "x" * 256  # a name of more bytes than a file's can have
+
 
 def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -86,6 +88,21 @@ def test_a_bad_matrix_is_one_sentence_and_exit_code_2(matrix, tmp_path, text, se
         (("evaluate", "embedded", "humaneval", "kivi:bits"), "expected key=value"),
         (("evaluate", "embedded", "humaneval", "kiwi:bits=2"), "'kiwi'"),
         (("evaluate", "embedded", "rows.jsonl", "full"), "needs column"),
+        (
+            ("evaluate", "embedded", "/", "full", "--column", "text"),
+            "source='/': give the folder or file of the rows by its own",
+        ),
+        (
+            ("evaluate", "embedded", ".", "full", "--column", "text"),
+            "source='.': give the folder or file of the rows by its own",
+        ),
+        (("evaluate", "embedded", "a/..", "full", "--column", "text"), "source='a/..': give the folder or file of the rows"),
+        (("evaluate", LONG, "humaneval", "full"), f"{LONG}: File name too long; choose a shorter name"),
+        (("audit", "kivi:bits=2", "--model", LONG), f"{LONG}: File name too long; choose a shorter name"),
+        (("baseline", "show", "--tracking-dir", LONG), "File name too long; choose a shorter name"),
+        (("store", "backup", "--tracking-dir", LONG), "File name too long; choose a shorter name"),
+        (("store", "restore", LONG), "File name too long; choose a shorter name"),
+        (("doctor", "--tracking-dir", LONG), "File name too long; choose a shorter name"),
         (("evaluate", "embedded", "humaneval", "full", "--limit", "0"), "greater than or equal to 1"),
         (("import", "no.json"), "no.json: cannot be read"),
         (("nightly", "--config", "no.yaml"), "no.yaml: cannot be read"),

@@ -83,6 +83,27 @@ def test_a_backup_is_restored_and_goes_on_being_used(imported, tmp_path):
     shutil.rmtree(elsewhere)
 
 
+def test_a_backup_among_the_artefacts_would_hold_itself_and_is_refused(imported, tmp_path):
+    (tmp_path / "link").symlink_to(imported / "artifacts")
+    for folder in (imported / "artifacts" / "kept", imported / "artifacts" / "new" / "kept", tmp_path / "link" / "kept"):
+        done = call("store", "backup", "--tracking-dir", imported, "--to", folder)
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert (
+            done.stderr
+            == f"kivi: {folder}: is among the artefacts, so it would have to hold itself; choose a folder elsewhere\n"
+        )
+    assert not list((imported / "artifacts").rglob("*kept*"))
+    assert call("store", "backup", "--tracking-dir", imported, "--to", imported / "artifacts of today").exit_code == 0
+
+
+def test_a_backup_whose_name_is_too_long_is_one_sentence(imported, tmp_path):
+    for length in (250, 256):  # while it is written the name has more bytes
+        done = call("store", "backup", "--tracking-dir", imported, "--to", tmp_path / ("x" * length))
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+        assert "File name too long" in done.stderr
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("x")]
+
+
 def test_pruning_and_upgrading_say_what_they_did(imported):
     pruned = call("store", "prune", "--keep-days", 36500, "--dry-run", "--tracking-dir", imported)
     assert (pruned.exit_code, pruned.stdout.splitlines()[0]) == (0, "artefacts of 0 runs would go, 0.0 MB")

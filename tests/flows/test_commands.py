@@ -11,7 +11,7 @@ import prefect
 import pytest
 import typer
 
-from flows.commands import INTERRUPTED, TERMINATED, run_flow, sentences
+from flows.commands import INTERRUPTED, TERMINATED, USAGE, run_flow, sentences
 
 
 class Interrupting(dict):
@@ -58,6 +58,19 @@ def test_output_that_nobody_reads_changes_no_exit_code(shown):
     command.stdout.close()
     said = command.stderr.read()
     assert (command.wait(60), said) == (7, b"")
+
+
+def test_a_name_that_is_too_long_is_usage_wherever_it_is_met(tmp_path, capfd):
+    """Which calls of pathlib raise for it depends on Python's version, and a prompt set is opened within the flow."""
+    with pytest.raises(typer.Exit) as ended, sentences():
+        (tmp_path / ("x" * 256)).open()
+    assert ended.value.exit_code == USAGE
+    assert capfd.readouterr().err == f"kivi: {tmp_path / ('x' * 256)}: File name too long; choose a shorter name\n"
+
+
+def test_another_error_of_the_system_keeps_its_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError), sentences():
+        (tmp_path / "missing").open()
 
 
 def test_an_error_in_answer_to_an_error_is_no_interruption():
