@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import sys
@@ -73,7 +72,9 @@ def nightly(
 
         matrix = load_config(config or Path(str(files("flows") / "configs" / "nightly.yaml")))
         _check(matrix, tracking_dir)
-        _check_thresholds(matrix)
+        from tasks.plan import check_thresholds
+
+        check_thresholds(matrix)
         from flows.nightly import nightly as flow
 
         result: NightResult = run_flow(lambda: flow(matrix, tracking_dir.resolve(), refresh, return_state=True))
@@ -203,26 +204,6 @@ def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:
     resolve_specs(matrix)
     for model in matrix.models:
         check_model(model.name, model.revision)
-
-
-def _check_thresholds(matrix: NightlyConfig) -> None:
-    """Refuse limits that no cache of the matrix has, whatever the backend: nothing would be held to them.
-
-    Raises:
-        ConfigError: a pattern of ``thresholds`` matches none of the slugs.
-    """
-    from typing import get_args
-
-    from kivi.spec import BackendName
-    from tasks.config import ConfigError
-    from tasks.plan import resolve_specs
-
-    backends = [name for name in get_args(BackendName) if name != "auto"]
-    slugs = [spec.model_copy(update={"backend": name}).slug for spec in matrix.specs for name in backends]
-    for pattern in matrix.thresholds:
-        if not fnmatch.filter(slugs, pattern):
-            here = ", ".join(spec.slug for spec in resolve_specs(matrix)[0])
-            raise ConfigError(f"thresholds: {pattern!r} matches no cache of this matrix; they go by their slugs, here {here}")
 
 
 def _finish(result: NightResult, tracking_dir: Path, as_json: bool) -> None:

@@ -24,7 +24,7 @@ from tasks.cells import CellError, loaded_model, run_cell, run_throughput, throu
 from tasks.config import ModelConfig, NightlyConfig
 from tasks.night import Night, Outcome, PromptSource
 from tasks.places import RESULTS
-from tasks.plan import Cell, ModelIdentity, identify, plan, resolve_specs
+from tasks.plan import Cell, ModelIdentity, check_thresholds, identify, plan, resolve_specs
 from tasks.prompts import PromptSet, load_prompt_set
 from tasks.secrets import guard_logs, redact
 from tasks.store import ResultStore, StoreError
@@ -58,10 +58,14 @@ def nightly(config: NightlyConfig, tracking_dir: Path = Path("mlruns"), refresh:
         config: The matrix, how much is measured, and what passes.
         tracking_dir: Folder of the MLflow store, of finished results and of reports.
         refresh: Measure everything anew; runs of before are tagged as superseded.
+
+    Raises:
+        ConfigError: a limit is for no cache of the matrix.
     """
     outdated = newer_run()
     if outdated:
         return Cancelled(message=outdated)
+    check_thresholds(config)
     return run_matrix(config, tracking_dir, refresh)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import Field
 
@@ -16,8 +17,8 @@ from kivi import machine
 from kivi.backends import available, resolve
 from kivi.measure.settings import MeasureSettings
 from kivi.models import LoadedModel
-from kivi.spec import CacheSpec
-from tasks.config import Config, ModelConfig, NightlyConfig
+from kivi.spec import BackendName, CacheSpec
+from tasks.config import Config, ConfigError, ModelConfig, NightlyConfig
 from tasks.prompts import PromptSet
 
 KINDS_WITH_BACKEND = ("kivi", "kivi-roundtrip")
@@ -132,6 +133,23 @@ def resolve_spec(spec: CacheSpec) -> CacheSpec:
     if spec.kind not in KINDS_WITH_BACKEND:
         return spec
     return _with_backend(spec, resolve(spec.backend).name)
+
+
+def check_thresholds(config: NightlyConfig) -> None:
+    """Refuse limits that no cache of the matrix has, whatever the backend: nothing would be held to them. Needs no model.
+
+    An evaluation is not asked: the limits of a whole matrix may be given to it.
+
+    Raises:
+        ConfigError: a pattern of ``thresholds`` matches none of the slugs.
+        BackendError: one matches none, and a required backend is not available.
+    """
+    backends = [name for name in get_args(BackendName) if name != "auto"]
+    slugs = [spec.model_copy(update={"backend": name}).slug for spec in config.specs for name in backends]
+    for pattern in config.thresholds:
+        if not any(fnmatch.fnmatchcase(slug, pattern) for slug in slugs):
+            here = ", ".join(spec.slug for spec in resolve_specs(config)[0])
+            raise ConfigError(f"thresholds: {pattern!r} matches no cache of this matrix; they go by their slugs, here {here}")
 
 
 def _on_backends(spec: CacheSpec, config: NightlyConfig) -> list[CacheSpec]:

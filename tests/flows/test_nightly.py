@@ -99,6 +99,16 @@ def test_a_prompt_set_that_cannot_be_read_ends_the_flow_before_the_model(prefect
     assert not list((tmp_path / "mlruns" / "results").iterdir())
 
 
+def test_a_limit_for_no_cache_ends_a_deployed_night_too_and_before_anything_is_made(prefect_server, smoke_config, tmp_path):
+    config = {**load_config(smoke_config).model_dump(mode="json"), "thresholds": {"kivi-*-auto": {"kl_mean": 0}}}
+    state = nightly(config, tmp_path / "mlruns", return_state=True)
+    assert state.is_failed()
+    assert (
+        "thresholds: 'kivi-*-auto' matches no cache of this matrix; they go by their slugs, here full, kivi-" in state.message
+    )
+    assert not (tmp_path / "mlruns").exists()
+
+
 def test_a_long_verdict_is_cut_in_the_flows_message(smoke_night):
     result = smoke_night[1].result()
     reasons = tuple(f"reason {number}" for number in range(REASONS + 3))

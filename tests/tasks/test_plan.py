@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from pydantic import ValidationError
 from kivi.backends import BackendError, available
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec, SpecError
-from tasks.config import ModelConfig, NightlyConfig
-from tasks.plan import ModelIdentity, cell_key, code_version, plan, resolve_specs
+from tasks.config import ConfigError, ModelConfig, NightlyConfig
+from tasks.plan import ModelIdentity, cell_key, check_thresholds, code_version, plan, resolve_specs
 from tasks.prompts import PromptSet, digest
 
 ROWS: tuple[dict[str, Any], ...] = ({"text": "one"}, {"text": "two"})
@@ -84,6 +85,18 @@ def test_the_same_cache_is_planned_once() -> None:
         "the same cache as full, which is planned already",
         "the same cache as kivi-k2v2-g32-r128-mlx, which is planned already",
     ]
+
+
+@pytest.mark.parametrize("pattern", ["full", "kivi*", "kivi-k2v2-g32-r128-metal", "kivi-k2v2-*-mlx", "*"])
+def test_a_limit_may_be_for_a_backend_that_is_not_here(pattern: str) -> None:
+    check_thresholds(NightlyConfig(specs=("full", "kivi:bits=2"), thresholds={pattern: {"kl_mean": 1.0}}))
+
+
+@pytest.mark.parametrize("pattern", ["kivi:bits=2", "kivi-k4v4-*", "kivi-*-auto", "FULL", ""])
+def test_a_limit_for_no_cache_is_refused(pattern: str) -> None:
+    config = NightlyConfig(specs=("full", "kivi:bits=2"), thresholds={"full": {"kl_mean": 1.0}, pattern: {"kl_mean": 1.0}})
+    with pytest.raises(ConfigError, match=re.escape(f"thresholds: {pattern!r} matches no cache of this matrix")):
+        check_thresholds(config)
 
 
 def test_the_key_holds_everything_that_changes_a_result() -> None:
