@@ -21,6 +21,7 @@ from tasks.escape import visible
 from tasks.logbook import Entry, Logged, Point, log_entry
 from tasks.night import digest
 from tasks.prompts import load_prompt_set
+from tasks.track import origin_tags
 from tasks.tracking_store import TrackingStore
 
 EXPERIMENT = "kivi-audit"
@@ -73,8 +74,7 @@ def log_audit(store: TrackingStore, report: AuditReport, flow_run_id: str = "") 
         flow_run_id: The flow run that made it, if one did.
     """
     text = audit_markdown(report)
-    tags = {"kivi.git_sha": report.git_sha + ("-dirty" if report.git_dirty else ""), "kivi.blas": report.blas}
-    tags |= {f"kivi.package.{name}": version for name, version in report.packages.items()}
+    tags = origin_tags(report)
     if flow_run_id:
         tags["prefect.flow_run_id"] = flow_run_id
     fields = report.spec.model_dump(exclude={"layers", "backend"})

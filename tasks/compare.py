@@ -22,6 +22,7 @@ from tasks.compare_report import comparison_markdown, figures, headline, parity_
 from tasks.config import Config, Model, ModelConfig, Spec
 from tasks.logbook import Entry, Logged, Point, log_entry
 from tasks.night import digest
+from tasks.track import origin_tags
 from tasks.tracking_store import TrackingStore
 
 EXPERIMENT = "kivi-compare"
@@ -89,8 +90,7 @@ def _parent(result: ComparisonResult, content: str, flow_run_id: str) -> Entry:
             # What MLflow's charts show of the parent: of each curve the last point, the largest size.
             last = {point.name: point for point in _points(spec, backend.name)}
             points += [Point(name=f"{name}/{spec.spec.slug}/{backend.name}", value=point.value) for name, point in last.items()]
-    tags = {"kivi.git_sha": result.git_sha + ("-dirty" if result.git_dirty else ""), "kivi.blas": result.blas}
-    tags |= {f"kivi.package.{name}": version for name, version in result.packages.items()}
+    tags = origin_tags(result)
     if flow_run_id:
         tags["prefect.flow_run_id"] = flow_run_id
     return Entry(

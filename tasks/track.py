@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag, ViewType
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
@@ -21,6 +22,11 @@ from tasks.figures import cell_figure
 from tasks.gate import Verdict
 from tasks.night import Night, Outcome, PromptSource, digest
 from tasks.tracking_store import TrackingStore
+
+if TYPE_CHECKING:
+    from kivi.measure.comparison import ComparisonResult
+    from kivi.measure.results import Provenance
+    from kivi.measure.scenes import AuditReport
 
 TABLE = "generations.json"
 POINTS_A_BATCH = 1000  # MLflow's limit of one log_batch
@@ -213,12 +219,19 @@ def _result_tags(result: CellResult, content: str) -> dict[str, str]:
     made = result.provenance
     return {
         "kivi.result": content,
-        "kivi.git_sha": made.git_sha + ("-dirty" if made.git_dirty else ""),
         "kivi.prompt_sha256": made.prompt_sha256,
         "kivi.weights_digest": made.weights_digest,
-        "kivi.blas": made.blas,
         "kivi.backend_reason": visible(made.backend_reason),
         "kivi.coverage": visible(made.coverage_note),
+        **origin_tags(made),
+    }
+
+
+def origin_tags(made: Provenance | ComparisonResult | AuditReport) -> dict[str, str]:
+    """Return the tags that say which code a result comes from, and with which packages and BLAS it ran."""
+    return {
+        "kivi.git_sha": made.git_sha + ("-dirty" if made.git_dirty else ""),
+        "kivi.blas": made.blas,
         **{f"kivi.package.{name}": version for name, version in made.packages.items()},
     }
 

@@ -37,6 +37,7 @@ from kivi.measure.backend_speed import (
 )
 from kivi.measure.monitor import Monitor
 from kivi.measure.parity import DTYPES, Case, ParityCheck, check_parity
+from kivi.measure.refusal import not_run
 from kivi.measure.results import Record
 from kivi.measure.sequences import TokenStream
 from kivi.measure.settings import Settings
@@ -143,7 +144,7 @@ class ComparisonResult(Record):
     @property
     def not_run(self) -> list[str]:
         """One line for everything that was not run, with the reason."""
-        lines = [f"{backend.name}: {_not_run(backend.reason)}" for backend in self.backends if not backend.available]
+        lines = [f"{backend.name}: {not_run(backend.reason)}" for backend in self.backends if not backend.available]
         for spec in self.specs:
             lines += [
                 f"{check.backend}, {check.operation}, {check.dtype} {check.shape}: not run: {check.not_run}"
@@ -291,10 +292,6 @@ def _problems(spec: SpecComparison) -> list[str]:
             f"{slug} on {arm.arm}: {case.operation} of {case.tokens} tokens: {arm.failed}" for arm in case.arms if arm.failed
         ]
     return problems
-
-
-def _not_run(reason: str) -> str:
-    return reason if reason.startswith("not run") else f"not run: {reason}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

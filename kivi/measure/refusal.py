@@ -23,6 +23,11 @@ def file_error(error: Exception, *, own: bool) -> dict[str, str]:
     return {"not_run" if refused else "failed": f"{type(error).__name__}: {error}"}
 
 
+def not_run(reason: str) -> str:
+    """Return a backend's ``reason`` for not being available as what was not run and why; some reasons begin so."""
+    return reason if reason.startswith("not run") else f"not run: {reason}"
+
+
 def on_gpu() -> bool:
     """Return whether MLX's operations run on a GPU by default."""
     return bool(mx.default_device() == mx.gpu)

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.config import NightlyConfig
 from tasks.gate import judge
-from tasks.track import find_cells, finish_night, log_night, roll_ups
+from tasks.track import find_cells, finish_night, log_night, origin_tags, roll_ups
 from tasks.tracking_store import TrackingError, writer
 
 CONFIG = NightlyConfig(specs=("full",))
@@ -69,6 +69,13 @@ def test_a_child_holds_the_params_metrics_and_tags_of_the_design(store, make_res
     assert tags["kivi.prompt_sha256"] == "ab" * 32
     assert child.info.start_time == 1_795_917_600_000  # the result's own start, 2026-11-29 02:00 UTC
     assert child.info.end_time - child.info.start_time == 20_500  # and what its parts took
+
+
+def test_a_result_of_code_that_was_changed_says_so(make_result):
+    made = make_result().provenance
+    ran_with = {"kivi.blas": "OpenBLAS", "kivi.package.mlx": "0.32.4", "kivi.package.mlx-lm": "0.32.2"}
+    assert origin_tags(made) == {"kivi.git_sha": "0123abc", **ran_with}
+    assert origin_tags(made.model_copy(update={"git_dirty": True})) == {"kivi.git_sha": "0123abc-dirty", **ran_with}
 
 
 def test_every_cell_has_the_same_params(store, make_result, make_night):

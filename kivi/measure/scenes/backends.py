@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kivi.backends import NAMES, available, resolve
 from kivi.measure.parity import DTYPES, Case, ParityCheck, check_parity
+from kivi.measure.refusal import not_run
 from kivi.measure.scenes.report import Notes, SceneSettings
 from kivi.measure.scenes.subject import Subject, join
 
@@ -16,8 +17,7 @@ def parity(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     for name in NAMES:
         state = available(name)
         if not state.ok:
-            reason = state.reason if state.reason.startswith("not run") else f"not run: {state.reason}"
-            notes.info(name, reason)
+            notes.info(name, not_run(state.reason))
             continue
         checks = list(check_parity(resolve(name), subject.spec, cases, seed=settings.seed))
         _note(notes, name, checks)

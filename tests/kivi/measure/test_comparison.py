@@ -21,6 +21,7 @@ from kivi.measure.comparison import (
     compare_backends,
     main,
 )
+from kivi.measure.refusal import not_run
 from kivi.spec import CacheSpec, SpecError
 
 SETTINGS = ComparisonSettings(
@@ -104,6 +105,11 @@ def test_a_comparison_in_which_no_parity_check_ran_has_not_passed(result):
     refused = [check.model_copy(update={"not_run": "refused"}) for check in spec.parity]
     assert not result.model_copy(update={"specs": [spec.model_copy(update={"parity": refused})]}).passed
     assert not result.model_copy(update={"specs": []}).passed
+
+
+def test_what_was_not_run_says_so_once():
+    assert not_run("not run: no CUDA device") == "not run: no CUDA device"
+    assert not_run("MLX was built without it") == "not run: MLX was built without it"
 
 
 def test_agreement_counts_tokens_and_finds_the_first_divergence():
