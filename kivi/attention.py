@@ -29,11 +29,12 @@ NAME = "scaled_dot_product_attention"
 MLX_LM_ATTENTION = base.scaled_dot_product_attention
 MLX_LM_MODELS = "mlx_lm.models."
 
-Verdict = Literal["on codes", "not called", "transformed"]
+Verdict = Literal["on codes", "not called", "transformed", "shared"]
 
 _lock = threading.RLock()
 _holders: Counter[ModuleType] = Counter()  # how many ask for the dispatch in a module
 _installed: set[ModuleType] = set()  # modules that install_attention holds for good
+_probing = threading.local()  # `probes`: those of the model that this thread tries out
 
 
 class AttentionError(ValueError):
@@ -63,6 +64,9 @@ def scaled_dot_product_attention(
     Returns:
         ``[B, H_q, L, D_v]`` in the dtype of the queries.
     """
+    for probe in getattr(_probing, "probes", ()):
+        if probe is not cache and probe.gave(keys, values):
+            probe.shared = True
     if isinstance(cache, _Probe):
         return cache.note(queries, keys, values)
     if hasattr(cache, "attend"):
@@ -151,9 +155,11 @@ class _Probe(KVCache):  # type: ignore[misc]  # mlx_lm is untyped
     def __init__(self) -> None:
         super().__init__()
         self.given: tuple[mx.array, mx.array] | None = None
+        self.lent: tuple[mx.array, mx.array] | None = None
         self.updates = 0
         self.calls = 0
         self.unchanged = True
+        self.shared = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.offset += keys.shape[-2]
@@ -165,17 +171,24 @@ class _Probe(KVCache):  # type: ignore[misc]  # mlx_lm is untyped
         """Layers that share another's tokens call this; a packed cache gives them all it has, attend as they may."""
         if self.given is None:
             raise AttentionError("a layer of this model reads the tokens of another before they are there; use kind full")
-        return self.given
+        self.lent = mx.array(self.given[0]), mx.array(self.given[1])
+        return self.lent
+
+    def gave(self, keys: mx.array, values: mx.array) -> bool:
+        """Return whether one of these is what ``update_and_fetch`` returned: of a packed cache, a call's tokens alone."""
+        return self.given is not None and (keys is self.given[0] or values is self.given[1])
 
     def note(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         self.calls += 1
-        self.unchanged &= self.given is not None and keys is self.given[0] and values is self.given[1]
+        self.unchanged &= any(pair is not None and keys is pair[0] and values is pair[1] for pair in (self.given, self.lent))
         return mx.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
 
     @property
     def verdict(self) -> Verdict:
         if self.calls < self.updates or not self.calls:
             return "not called"
+        if self.shared:
+            return "shared"
         return "on codes" if self.unchanged else "transformed"
 
 
@@ -192,10 +205,15 @@ def probe_attention(model: Module, caches: Sequence[Any]) -> dict[int, Verdict]:
     Returns:
         For the index of each layer whose cache is exactly a ``KVCache``: ``"on codes"`` if its attention hands the cache's
         keys and values to the dispatch as they were fetched, ``"transformed"`` if it changes them before (multi-head latent
-        attention), ``"not called"`` if it computes attention by itself.
+        attention), ``"shared"`` if another layer attends to them without the cache, ``"not called"`` if it computes attention
+        by itself.
     """
     probed = [_Probe() if type(cache) is KVCache else cache for cache in caches]
-    with attention_installed(model):
-        for tokens in ([[0, 0]], [[0]]):
-            model(mx.array(tokens), cache=probed)
+    _probing.probes = [cache for cache in probed if isinstance(cache, _Probe)]
+    try:
+        with attention_installed(model):
+            for tokens in ([[0, 0]], [[0]]):
+                model(mx.array(tokens), cache=probed)
+    finally:
+        _probing.probes = []
     return {index: cache.verdict for index, cache in enumerate(probed) if isinstance(cache, _Probe)}

@@ -150,7 +150,10 @@ def _plan_layers(model: Module, spec: CacheSpec) -> Plan:
         able -= _unable_layers(model, own, on_codes)
     if not able and spec.kind != "full":
         kinds = ", ".join(sorted({type(cache).__name__ for cache in own}))
-        raise AttentionError(f"{_name(model)}: no layer has keys and values to quantise, its caches are {kinds}; use kind full")
+        raise AttentionError(
+            f"{_name(model)}: no layer attends to keys and values of its own as they are in an ordinary cache, its caches are "
+            f"{kinds}; use kind full"
+        )
     for index in sorted({named % len(own) for named in spec.layers} - able):
         if wanted[index].kind != "full":
             raise SpecError(f"layers[{index}]: this layer of {_name(model)} keeps its own {type(own[index]).__name__}")
@@ -195,7 +198,7 @@ def _unable_layers(model: Module, own: Sequence[Any], layers: set[int]) -> set[i
             f"{_name(model)}: layers {', '.join(map(str, bypassing))} compute attention without mlx-lm's "
             "scaled_dot_product_attention, so they would not see packed codes; use kind kivi-roundtrip or full"
         )
-    return {index for index in layers if verdicts[index] == "transformed"}
+    return {index for index in layers if verdicts[index] in {"transformed", "shared"}}
 
 
 def _name(model: Module) -> str:

@@ -128,6 +128,19 @@ def test_the_probe_finds_latent_attention_that_changes_what_it_fetched(make_mode
     assert set(attention.probe_attention(model, make_prompt_cache(model)).values()) == {"transformed"}
 
 
+@pytest.mark.parametrize(
+    ("name", "verdicts"),
+    [
+        ("gemma4_text", {1: "on codes", 3: "shared"}),  # the last two layers attend to what layers 2 and 3 fetched
+        ("iquestloopcoder", dict.fromkeys(range(3), "shared")),  # so does the second loop to the first's
+        ("afm7", {0: "on codes", 1: "on codes"}),  # its last layer asks the cache for all that it has
+    ],
+)
+def test_the_probe_finds_layers_that_attend_to_what_another_fetched(make_model, name, verdicts):
+    model = make_model(name)
+    assert attention.probe_attention(model, make_prompt_cache(model)) == verdicts
+
+
 def test_the_probe_finds_attention_that_somebody_else_replaced(make_model, monkeypatch):
     model = make_model("llama")
 

@@ -100,14 +100,15 @@ def test_a_model_that_computes_attention_by_itself_is_refused(make_model, name):
     assert kinds(make_prompt_cache(model, CacheSpec(kind="kivi-roundtrip", backend="mlx"))) == [RoundTripKIVICache] * 3
 
 
-def test_latent_attention_keeps_its_cache_so_a_model_of_nothing_else_is_refused(make_model):
-    with pytest.raises(AttentionError, match="deepseek_v3: no layer has keys and values to quantise, its caches are KVCache"):
-        make_prompt_cache(make_model("deepseek_v3"), KIVI)
+def test_latent_and_shared_attention_keep_their_cache_so_a_model_of_nothing_else_is_refused(make_model):
+    for name in ("deepseek_v3", "iquestloopcoder"):
+        with pytest.raises(AttentionError, match=rf"{name}: no layer attends to keys and values of its own .*; use kind"):
+            make_prompt_cache(make_model(name), KIVI)
 
 
 def test_a_recurrent_model_is_refused(make_model):
     for kind in ("kivi", "kivi-roundtrip", "mlx-quantized"):
-        with pytest.raises(AttentionError, match="mamba: no layer has keys and values to quantise, its caches are ArraysCache"):
+        with pytest.raises(AttentionError, match=r"mamba: no layer attends to keys and values of its own .*ArraysCache"):
             make_prompt_cache(make_model("mamba"), CacheSpec(kind=kind))
     make_prompt_cache(make_model("mamba"), CacheSpec(kind="full"))
 
