@@ -23,7 +23,8 @@ from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.cache import MAX_CODE_QUERIES, KIVICache
-from kivi.masks import default_mask, in_storage_order
+from kivi.masks import default_mask, in_storage_order, require_question
+from kivi.padding import Padding
 from kivi.rows import RowWindow, code_rows, sink_rows
 from kivi.spec import CacheSpec, SpecError
 from kivi.state import STATE_ARRAYS, Value, loadable, require_state
@@ -47,18 +48,11 @@ class BatchKIVICache:
     """
 
     def __init__(self, spec: CacheSpec, left_padding: Sequence[int]) -> None:
-        self._start(spec, left_padding)
-
-    def _start(self, spec: CacheSpec, left_padding: Sequence[int]) -> None:
         KIVICache(spec)  # it refuses what it cannot take: another kind, a missing backend
         rows = len(left_padding)
         self.spec = spec
         self._offsets = [0] * rows  # tokens of each row
-        self._left_padding = list(left_padding)
-        self._width = 0  # columns of mlx-lm's padded coordinates; the newest token of every row is in the last
-        self._right_padding = [0] * rows  # of the prompt that is being processed
-        self._to_come: list[int] | None = None  # tokens of each row in that prompt
-        self._unaligned: list[int] | None = None  # padding that each row of the last call ended with
+        self._padding = Padding(left_padding)
         self._sinks = sink_rows(spec, rows)
         self._codes = code_rows(spec, rows)
         self._window = RowWindow(rows, slack=spec.group_size)
@@ -71,7 +65,7 @@ class BatchKIVICache:
     @property
     def offset(self) -> mx.array:
         """Position of the next token of each row, int32 ``[B]``, for rotary embeddings; negative in left padding."""
-        return mx.array([self._width - padding for padding in self._left_padding], mx.int32)
+        return self._padding.offset
 
     @property
     def frontiers(self) -> list[int]:
@@ -90,16 +84,9 @@ class BatchKIVICache:
         if keys.shape[0] != len(self._offsets):
             raise ValueError(f"keys {keys.shape}: this batch has {len(self._offsets)} rows")
         self._settle()
-        columns = keys.shape[-2]
-        skipped = [min(columns, max(0, padding - self._width)) for padding in self._left_padding]
-        taken = [columns - skip for skip in skipped]
-        if self._to_come is not None:
-            taken = [min(count, left) for count, left in zip(taken, self._to_come, strict=True)]
-            self._to_come = [left - count for left, count in zip(self._to_come, taken, strict=True)]
-            self._unaligned = [columns - skip - count for skip, count in zip(skipped, taken, strict=True)]
+        skipped, taken = self._padding.take(keys.shape[-2])
         self._window.append(keys, values)
         self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
-        self._width += columns
         # What the first query of each row would see quantised if its tokens came one at a time.
         self._flush([offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)])
         self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
@@ -119,15 +106,22 @@ class BatchKIVICache:
 
         Returns:
             ``[B, H_q, L, D_v]`` in the dtype of the queries; rows of padding are unspecified.
+
+        Raises:
+            ValueError: queries or mask do not go with what is here.
         """
+        require_question(queries, mask, self._window.buffers()[0], self._padding.width)
         length = queries.shape[-2]
         if mask is None or isinstance(mask, str):
-            mask = default_mask(length, width=self._width, left_padding=self._left_padding, causal=mask is not None)
+            mask = default_mask(length, width=self._padding.width, left_padding=self._padding.left, causal=mask is not None)
         if length > MAX_CODE_QUERIES:
             keys, values = self.keys_and_values()
-            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            return out.astype(queries.dtype)
         stored = self._sinks.capacity + self._codes.capacity
-        columns = in_storage_order(mask, width=self._width, left_padding=self._left_padding, stored=stored, window=self._window)
+        columns = in_storage_order(
+            mask, width=self._padding.width, left_padding=self._padding.left, stored=stored, window=self._window
+        )
         return self.backend.decode_attention(queries, self._history(), scale=scale, causal=False, mask=columns, sinks=sinks)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -136,11 +130,11 @@ class BatchKIVICache:
         Costly: the history is dequantised at each call.
         """
         starts = mx.array(self._window.starts, mx.int32)
-        return self.backend.restore(self._history(), columns=self._width, window_start=starts)
+        return self.backend.restore(self._history(), columns=self._padding.width, window_start=starts)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:  # noqa: ARG002, N803  mlx-lm's names
         """Return the mask of the next ``N`` tokens, as mlx-lm's ``BatchKVCache`` does, so that it serves every layer."""
-        mask: mx.array = create_causal_mask(N, offset=self._width, left_padding=mx.array(self._left_padding), **kwargs)
+        mask: mx.array = create_causal_mask(N, offset=self._padding.width, left_padding=mx.array(self._padding.left), **kwargs)
         return mask
 
     def prepare(
@@ -153,44 +147,38 @@ class BatchKIVICache:
         """Announce a prompt: ``lengths`` tokens in each row and then ``right_padding``, or ``left_padding`` and then tokens.
 
         Raises:
-            ValueError: left padding for a batch that has tokens, or right padding without lengths.
+            ValueError: left padding for a batch that has tokens, right padding without lengths, or not a number for each row.
         """
-        if left_padding is not None:
-            if not self.empty():
-                raise ValueError("left padding can only be added to an empty BatchKIVICache")
-            self._left_padding = [old + new for old, new in zip(self._left_padding, left_padding, strict=True)]
-        if right_padding is not None and max(right_padding) > 0:
-            if lengths is None:
-                raise ValueError("right_padding without lengths: which tokens are padding must be known")
-            self._right_padding, self._to_come = list(right_padding), list(lengths)
+        self._padding.announce(left_padding, lengths, right_padding, empty=self.empty())
 
     def finalize(self) -> None:
         """End a prompt that was padded on the right: its padding is moved to the left."""
         self._settle()
-        self._left_padding = [left + right for left, right in zip(self._left_padding, self._right_padding, strict=True)]
-        self._right_padding = [0] * len(self._left_padding)
-        self._to_come = None
+        self._padding.end_prompt()
 
     def filter(self, batch_indices: Iterable[int]) -> None:
-        """Keep the rows ``batch_indices``, in that order, and no more padding than they need."""
+        """Keep the rows ``batch_indices``, in that order, and no more padding than they need.
+
+        Raises:
+            ValueError: there is no row to keep.
+        """
         self._settle()
         rows = [int(row) for row in batch_indices]
+        if not rows:
+            raise ValueError("no row to keep: let go of the batch instead")
         self._offsets = [self._offsets[row] for row in rows]
-        self._right_padding = [self._right_padding[row] for row in rows]
-        self._left_padding = [self._left_padding[row] for row in rows]
-        self._to_come = None if self._to_come is None else [self._to_come[row] for row in rows]
-        common = max(0, min(self._left_padding))
-        self._left_padding = [padding - common for padding in self._left_padding]
-        self._width -= common
-        for store in (self._sinks, self._codes, self._window):
-            store.keep(rows)
+        for part in (self._padding, self._sinks, self._codes, self._window):
+            part.keep(rows)
 
     def extend(self, other: BatchKIVICache) -> None:
         """Add the rows of ``other`` after one's own; ``other`` is used up.
 
         Raises:
-            SpecError: it has another spec.
+            SpecError: it has another spec, or is no batch of packed caches.
+            ValueError: it is of another model, or one of the two is in the middle of a padded prompt.
         """
+        if not isinstance(other, BatchKIVICache):
+            raise SpecError(f"{type(other).__name__}: a batch of packed caches is extended by a BatchKIVICache only")
         self._join([other])
 
     @classmethod
@@ -199,7 +187,10 @@ class BatchKIVICache:
 
         Raises:
             SpecError: they are not all packed caches of one spec.
+            ValueError: there is none, or they are of different models.
         """
+        if not caches:
+            raise ValueError("no cache to merge: a batch has at least one row")
         first, *others = [cls._of_one(cache) for cache in caches]
         first._join(others)
         return first
@@ -207,6 +198,7 @@ class BatchKIVICache:
     def extract(self, idx: int) -> KIVICache:
         """Return row ``idx`` as a cache of its own."""
         self._settle()
+        idx = range(len(self._offsets))[idx]
         if self._window.keys is None:
             return KIVICache(self.spec)
         exact: Sequence[mx.array] = self._window.read([idx], self._window.starts[idx], self._window.stop)
@@ -222,19 +214,25 @@ class BatchKIVICache:
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the newest ``n`` columns of every row as :meth:`KIVICache.trim` does, and return how many were forgotten."""
-        n = max(0, min(self._width, n))
+        """Forget the newest ``n`` columns of every row as :meth:`KIVICache.trim` does, and return how many were forgotten.
+
+        Raises:
+            ValueError: the batch is in the middle of a padded prompt, whose newest columns need not be tokens.
+        """
+        self._padding.require_whole_prompt("trimmed")
+        n = max(0, min(self._padding.width, n))
         rows = [self.extract(row) for row in range(len(self._offsets))]
         for row in rows:
             row.trim(n)
         trimmed = self.merge(rows)
-        trimmed._width, trimmed._left_padding = self._width - n, self._left_padding
+        trimmed._padding = Padding(self._padding.left)
+        trimmed._padding.width = self._padding.width - n
         self.__dict__.update(vars(trimmed))
         return n
 
     def size(self) -> int:
         """Return the columns of the padded coordinates: the tokens of the longest row."""
-        return self._width
+        return self._padding.width
 
     def empty(self) -> bool:
         """Return whether no row has a token."""
@@ -247,39 +245,45 @@ class BatchKIVICache:
         arrays = (*self._sinks.slots, self._window.keys, self._window.values, *self._codes.slots)
         return {
             "spec": self.spec.model_dump_json(),
-            "width": self._width,
-            "offsets": self._offsets,
-            "left_padding": self._left_padding,
-            "right_padding": self._right_padding,
-            "to_come": self._to_come,
-            "sinks": self._sinks.counts,
-            "codes": self._codes.counts,
-            "starts": self._window.starts,
+            "width": self._padding.width,
+            "offsets": list(self._offsets),
+            "left_padding": list(self._padding.left),
+            "right_padding": list(self._padding.right),
+            "to_come": None if self._padding.to_come is None else list(self._padding.to_come),
+            "sinks": list(self._sinks.counts),
+            "codes": list(self._codes.counts),
+            "starts": list(self._window.starts),
             "stop": self._window.stop,
             **dict(zip(STATE_ARRAYS, arrays, strict=True)),
         }
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        require_state(state, ("spec", "width", *LENGTHS, "to_come", "stop"))
-        lengths = {name: list(state[name]) for name in LENGTHS}
-        arrays = [None if state[name] is None else mx.array(state[name]) for name in STATE_ARRAYS]
-        self._start(CacheSpec.from_json(state["spec"]), lengths["left_padding"])
-        self._width, self._offsets, self._right_padding = state["width"], lengths["offsets"], lengths["right_padding"]
-        self._to_come = None if state["to_come"] is None else list(state["to_come"])
-        self._sinks.restore(lengths["sinks"], arrays[:2])
-        self._codes.restore(lengths["codes"], arrays[4:])
-        self._window.starts, self._window.stop = lengths["starts"], state["stop"]
-        self._window.keys, self._window.values = arrays[2:4]
-        held = [frontier + self._window.count(row) for row, frontier in enumerate(self.frontiers)]
-        if held != self._offsets:
-            raise ValueError(f"offsets={self._offsets}: the state's rows hold {held} tokens, so it is damaged; make it anew")
+        vars(self).update(vars(self.from_state(state)))
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Return the batch whose :attr:`state` this is, in arrays of its own."""
-        batch = cls.__new__(cls)
-        batch.state = state
+        """Return the batch whose :attr:`state` this is, in arrays of its own.
+
+        Raises:
+            SpecError: the spec that was saved is not one of this version.
+            BackendError: it names a backend that is not available here.
+            ValueError: it is no state of a batch, or is damaged.
+        """
+        require_state(state, ("spec", "width", *LENGTHS, "to_come", "stop"))
+        lengths = {name: list(state[name]) for name in LENGTHS}
+        arrays = [None if state[name] is None else mx.array(state[name]) for name in STATE_ARRAYS]
+        batch = cls(CacheSpec.from_json(state["spec"]), lengths["left_padding"])
+        batch._offsets, batch._padding.right = lengths["offsets"], lengths["right_padding"]
+        batch._padding.width = state["width"]
+        batch._padding.to_come = None if state["to_come"] is None else list(state["to_come"])
+        batch._sinks.restore(lengths["sinks"], arrays[:2])
+        batch._codes.restore(lengths["codes"], arrays[4:])
+        batch._window.starts, batch._window.stop = lengths["starts"], state["stop"]
+        batch._window.keys, batch._window.values = arrays[2:4]
+        held = [frontier + batch._window.count(row) for row, frontier in enumerate(batch.frontiers)]
+        if held != batch._offsets:
+            raise ValueError(f"offsets={batch._offsets}: the state's rows hold {held} tokens, so it is damaged; make it anew")
         return batch
 
     def bytes(self) -> CacheBytes:
@@ -322,7 +326,7 @@ class BatchKIVICache:
             batch._codes.append([0], codes)
         batch._window.append(*exact)
         batch._offsets = [cache.offset]
-        batch._width = cache.offset
+        batch._padding.width = cache.offset
         return batch
 
     def _join(self, others: Sequence[BatchKIVICache]) -> None:
@@ -330,15 +334,11 @@ class BatchKIVICache:
         for batch in batches:
             if batch.spec != self.spec:
                 raise SpecError(f"{batch.spec.slug}: cannot join a batch of {self.spec.slug}, one batch has one spec")
-            if batch._to_come is not None:
-                raise ValueError("a batch in the middle of a padded prompt cannot be joined: call finalize() first")
+            batch._padding.require_whole_prompt("joined")
             batch._settle()
         self._window.require_alike([batch._window for batch in others])
-        width = max(batch._width for batch in batches)
-        self._left_padding = [width - batch._width + padding for batch in batches for padding in batch._left_padding]
         self._offsets = [offset for batch in batches for offset in batch._offsets]
-        self._right_padding = [0] * len(self._offsets)
-        self._width = width
+        self._padding.extend([batch._padding for batch in others])
         self._sinks.extend([batch._sinks for batch in others])
         self._codes.extend([batch._codes for batch in others])
         self._window.extend([batch._window for batch in others])
@@ -376,10 +376,8 @@ class BatchKIVICache:
 
     def _settle(self) -> None:
         """Bring every row to the state of its last token, once the call's queries are through."""
-        if self._unaligned is not None:
-            if any(self._unaligned):
-                self._window.shift(self._unaligned)
-            self._unaligned = None
+        if (moves := self._padding.align()) is not None:
+            self._window.shift(moves)
         self._flush(self._offsets)
         if self._window.capacity - self._window.longest > 2 * self.spec.group_size + MAX_CODE_QUERIES:
             self._window.make_room(0)

@@ -30,6 +30,7 @@ import mlx_lm.models.cache as mlx_lm_cache
 from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
+from kivi.masks import require_question
 from kivi.spec import CacheSpec, SpecError
 from kivi.state import STATE_ARRAYS, Value, loadable, require_state
 from kivi.storage import CodeStore, ExactStore, live_arrays, require_fitting
@@ -63,10 +64,10 @@ class KIVICache:
     it leaves a value as it is, but for the rounding of ``param_dtype`` and of the cache's dtype: its group is one token's.
 
     Args:
-        spec: A spec with ``kind="kivi"``.
+        spec: A spec with ``kind="kivi"``, without settings by layer.
 
     Raises:
-        SpecError: the spec is of another kind.
+        SpecError: the spec is of another kind, or has settings by layer.
         BackendError: the spec's backend is not available here.
     """
 
@@ -77,9 +78,8 @@ class KIVICache:
     def __init__(self, spec: CacheSpec) -> None:
         if CacheSpec.required(spec).kind != "kivi":
             raise SpecError(f"kind={spec.kind!r}: KIVICache takes a spec with kind='kivi'")
-        self._start(spec)
-
-    def _start(self, spec: CacheSpec) -> None:
+        if spec.layers:
+            raise SpecError(f"{spec.slug}: a cache is one layer's, use make_prompt_cache for settings by layer")
         _backend(spec.backend)  # a missing backend is an error before any token comes
         self.spec = spec
         self.offset = 0
@@ -134,10 +134,15 @@ class KIVICache:
 
         Returns:
             ``[B, H_q, L, D_v]`` in the dtype of the queries.
+
+        Raises:
+            ValueError: queries or mask do not go with what is here.
         """
+        require_question(queries, mask, self._window.buffers()[0], self.offset)
         if self._codes.count == 0 or queries.shape[-2] > self.max_code_queries:
             keys, values = self.keys_and_values()
-            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            return out.astype(queries.dtype)
         history = self._history()
         causal = isinstance(mask, str)
         columns = None if mask is None or isinstance(mask, str) else self._in_storage_order(mask)
@@ -198,20 +203,7 @@ class KIVICache:
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        require_state(state, ("spec", "offset"))
-        self._start(CacheSpec.from_json(state["spec"]))
-        self.offset = state["offset"]
-        sink_keys, sink_values, window_keys, window_values, *codes = (state[name] for name in STATE_ARRAYS)
-        if sink_keys is not None:
-            self._sinks.append(sink_keys, sink_values)
-        if window_keys is not None:
-            self._window.append(window_keys, window_values)
-        if codes[0] is not None:
-            self._codes.append(Packed(*codes[:3]), Packed(*codes[3:]))
-        if (held := self.frontier + self._window.count) != self.offset:
-            raise ValueError(
-                f"offset={self.offset}: the state's arrays hold {held} tokens, so it is damaged; make the cache anew"
-            )
+        vars(self).update(vars(self.from_state(state)))
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
@@ -222,8 +214,20 @@ class KIVICache:
             BackendError: it names a backend that is not available here; caches saved with ``backend="auto"`` go anywhere.
             ValueError: it is no state of a packed cache, or is damaged.
         """
-        cache = cls.__new__(cls)
-        cache.state = state
+        require_state(state, ("spec", "offset"))
+        cache = cls(CacheSpec.from_json(state["spec"]))
+        cache.offset = state["offset"]
+        sink_keys, sink_values, window_keys, window_values, *codes = (state[name] for name in STATE_ARRAYS)
+        if sink_keys is not None:
+            cache._sinks.append(sink_keys, sink_values)
+        if window_keys is not None:
+            cache._window.append(window_keys, window_values)
+        if codes[0] is not None:
+            cache._codes.append(Packed(*codes[:3]), Packed(*codes[3:]))
+        if (held := cache.frontier + cache._window.count) != cache.offset:
+            raise ValueError(
+                f"offset={cache.offset}: the state's arrays hold {held} tokens, so it is damaged; make the cache anew"
+            )
         return cache
 
     @classmethod
@@ -362,8 +366,6 @@ class KIVICache:
         """Return the mask with unused columns for the spare capacities."""
         if mask.shape[-1] == 1:
             return mask  # it broadcasts
-        if mask.shape[-1] != self.offset:
-            raise ValueError(f"mask of shape {mask.shape}: expected {self.offset} columns, one a token of the cache")
         columns = []
         start = 0
         for store in (self._sinks, self._codes, self._window):

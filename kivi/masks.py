@@ -1,4 +1,4 @@
-"""Masks of a batch: mlx-lm makes them in left-padded coordinates, the backends take them in storage order."""
+"""Masks: what callers may ask with; and from mlx-lm's left-padded coordinates of a batch to a backend's storage order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,34 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from kivi.rows import RowWindow
+
+
+def require_question(queries: mx.array, mask: mx.array | str | None, keys: mx.array, columns: int) -> None:
+    """Refuse queries and masks that do not go with what a cache holds, before some product does, in words about neither.
+
+    Args:
+        queries: Expected ``[B, H_q, L, D_k]``.
+        mask: Expected None, ``"causal"`` or an array that broadcasts to ``[B, H_q, L, columns]``.
+        keys: ``[B, H, capacity, D_k]`` that the cache holds.
+        columns: Tokens, or columns of the padded coordinates.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    batch, heads, _, channels = keys.shape
+    fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[1] % heads == 0 and queries.shape[3] == channels
+    if not fits:
+        raise ValueError(
+            f"queries {queries.shape}: the cache holds {batch} rows and {heads} heads of {channels} numbers, so [{batch}, a "
+            f"multiple of {heads}, queries, {channels}] is expected"
+        )
+    if mask is None or (isinstance(mask, str) and mask == "causal"):
+        return
+    wanted = (*queries.shape[:3], columns)
+    if isinstance(mask, str) or mask.ndim > 4 or not mask.ndim:
+        raise ValueError(f"mask {mask if isinstance(mask, str) else mask.shape!r}: expected 'causal' or an array for {wanted}")
+    if any(size not in (1, full) for size, full in zip(reversed(mask.shape), reversed(wanted), strict=False)):
+        raise ValueError(f"mask of shape {mask.shape}: it does not broadcast to {wanted}, queries by tokens of the cache")
 
 
 def default_mask(length: int, *, width: int, left_padding: Sequence[int], causal: bool) -> mx.array:

@@ -33,3 +33,7 @@ def require_state(state: object, names: Iterable[str]) -> None:
         raise ValueError(f"a state of type {type(state).__name__}: expected that of a packed cache, a dict")
     if missing := {*names, *STATE_ARRAYS} - state.keys():
         raise ValueError(f"the state lacks {', '.join(sorted(missing))}: it is not that of a packed cache, or is damaged")
+    for stretch in (STATE_ARRAYS[:2], STATE_ARRAYS[2:4], STATE_ARRAYS[4:]):
+        absent = [name for name in stretch if state[name] is None]
+        if absent and len(absent) < len(stretch):
+            raise ValueError(f"the state has no {', '.join(absent)}, but the arrays that go with it, so it is damaged")

@@ -122,9 +122,18 @@ class CodeStore(Store):
         return Packed(*self._arrays[3:]) if self._arrays else None
 
     def append(self, keys: Packed, values: Packed) -> None:
-        """Add whole groups of tokens, as :meth:`kivi.backends.Backend.quantize_keys` and ``quantize_values`` return them."""
+        """Add whole groups of tokens, as :meth:`kivi.backends.Backend.quantize_keys` and ``quantize_values`` return them.
+
+        Raises:
+            ValueError: the arrays are not of the same tokens.
+        """
         parts = (*keys, *values)
         total = self.count + values.words.shape[-2]
+        expected = self._lengths(values.words.shape[-2])
+        if any(part.shape[axis] != length for part, axis, length in zip(parts, self.AXES, expected, strict=True)):
+            raise ValueError(
+                f"codes of shapes {[part.shape for part in parts]}: they are not of the same whole groups of tokens"
+            )
         if total > self.capacity:
             self._reallocate(code_capacity(total, self.capacity), self._arrays or parts)
         for array, axis, start, part in zip(self._arrays, self.AXES, self._lengths(self.count), parts, strict=True):

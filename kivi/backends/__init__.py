@@ -18,8 +18,9 @@ Name = Literal["mlx", "metal", "cuda"]
 NAMES: tuple[Name, ...] = ("metal", "cuda", "mlx")  # best first: the order in which `auto` tries
 
 
-# How far attention on codes may be from exact attention on the dequantised history, by the dtype of the queries: the largest
-# difference of an output over the largest output. In 16 bits these are a few roundings of an output.
+# How far attention on codes may be from exact attention on the dequantised history: the largest difference of an output over
+# the largest output, by the coarsest dtype of queries, keys and values, since the history is cast to theirs and codes are not.
+# In 16 bits these are a few roundings of an output. For scores of ordinary size: a mean of 100 costs any attention digits.
 ATTENTION_BOUND = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 2e-2}
 
 

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_p
 
 from kivi.batch import BatchKIVICache
 from kivi.cache import KIVICache
-from kivi.spec import CacheSpec, SpecError
+from kivi.spec import CacheSpec, LayerSpec, SpecError
 
 KV_HEADS, QUERY_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48
 SPEC = CacheSpec(key_bits=2, value_bits=4, group_size=32, residual_length=40, backend="mlx")
@@ -310,6 +310,65 @@ def test_a_batch_is_saved_and_loaded_and_goes_on(spec, prompt, tmp_path):
     if prompt:
         with pytest.raises(ValueError, match=r"rows hold .* tokens, so it is damaged"):
             BatchKIVICache.from_state({**loaded.state, "offsets": [length + 1 for length in prompt]})
+
+
+def test_a_state_that_was_kept_goes_back_to_where_it_was():
+    mx.random.seed(9)
+    side = Side(SPEC, 2)
+    side.prompt([130, 60], chunk=1000)
+    before = copy.deepcopy(side)
+    kept = side.batch.state
+    side.decode(70)
+    side.batch.state = kept
+    side.singles, side.mlx_lm = before.singles, before.mlx_lm
+    side.check()
+    side.decode(5)
+    side.check()
+
+
+def test_wrong_uses_are_refused_in_a_sentence():
+    batch = BatchKIVICache(SPEC, [0, 0])
+    for lengths in (
+        {"left_padding": [1]},
+        {"lengths": [1], "right_padding": [0, 1]},
+        {"lengths": [1, 2], "right_padding": [1]},
+    ):
+        with pytest.raises(ValueError, match="has 1 numbers: this batch has 2 rows"):
+            batch.prepare(**lengths)
+    with pytest.raises(ValueError, match="no row to keep"):
+        batch.filter([])
+    with pytest.raises(ValueError, match="no cache to merge"):
+        KIVICache.merge([])
+    with pytest.raises(SpecError, match="KVCache: a batch of packed caches is extended by a BatchKIVICache only"):
+        batch.extend(KVCache())
+    with pytest.raises(SpecError, match="settings by layer"):
+        BatchKIVICache(SPEC.model_copy(update={"layers": {0: LayerSpec(key_bits=8)}}), [0])
+    batch.prepare(lengths=[3, 10], right_padding=[7, 0])
+    batch.update_and_fetch(*mx.ones((2, 2, 2, 5, 64)))
+    with pytest.raises(ValueError, match="in the middle of a padded prompt cannot be trimmed"):
+        batch.trim(2)
+
+
+def test_rows_are_counted_from_the_end_too():
+    mx.random.seed(10)
+    side = Side(SPEC, 3)
+    side.prompt([100, 33, 64], chunk=1000)
+    assert_same_state(side.batch.extract(-1), side.singles[2])
+    with pytest.raises(IndexError):
+        side.batch.extract(3)
+
+
+def test_rows_may_be_kept_while_all_are_still_padding():
+    """mlx-lm's own batch keeps as little padding, but goes below nothing."""
+    batch = BatchKIVICache(SPEC, [40, 20])
+    keys, values = draw(2, KV_HEADS, 60, KEY_DIM), draw(2, KV_HEADS, 60, VALUE_DIM)
+    batch.update_and_fetch(keys[..., :6, :], values[..., :6, :])
+    batch.filter([0])
+    assert batch.size() == 0 and batch.offset.item() == -34
+    batch.update_and_fetch(keys[:1, :, 6:], values[:1, :, 6:])
+    alone = KIVICache(SPEC)
+    alone.update_and_fetch(keys[:1, :, 40:], values[:1, :, 40:])
+    assert_same_state(batch.extract(0), alone)
 
 
 def test_padding_is_refused_where_it_would_be_taken_for_tokens():

@@ -14,7 +14,7 @@ from kivi.batch import BatchKIVICache
 from kivi.cache import MAX_CODE_QUERIES, DequantizedKIVICache, KIVICache, NonFiniteError
 from kivi.quantize import group_roundtrip
 from kivi.roundtrip import RoundTripKIVICache
-from kivi.spec import CacheSpec, SpecError
+from kivi.spec import CacheSpec, LayerSpec, SpecError
 
 
 def spec(**fields) -> CacheSpec:
@@ -179,6 +179,8 @@ def test_a_cache_that_is_not_plain_is_not_converted():
 def test_another_kind_of_spec_is_refused():
     with pytest.raises(SpecError, match="kind='full': KIVICache takes a spec with kind='kivi'"):
         KIVICache(CacheSpec(kind="full"))
+    with pytest.raises(SpecError, match="a cache is one layer's, use make_prompt_cache for settings by layer"):
+        KIVICache(CacheSpec(layers={0: LayerSpec(key_bits=8)}))
 
 
 def test_the_protocol_of_an_empty_cache():
@@ -193,10 +195,42 @@ def test_the_protocol_of_an_empty_cache():
     assert cache.make_mask(3, return_array=True, window_size=None).shape == (3, 13)
 
 
-def test_a_mask_of_another_length_is_refused():
-    cache = feed(feed(KIVICache(spec()), *tokens(99)), *tokens(1))
-    with pytest.raises(ValueError, match="expected 100 columns"):
-        cache.attend(mx.ones((1, 2, 1, 32)), scale=1.0, mask=mx.ones((1, 1, 1, 99), mx.bool_))
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "mask", "says"),
+    [
+        (
+            (1, 2, 1, 32),
+            mx.ones((1, 1, 1, 99), mx.bool_),
+            r"mask of shape \(1, 1, 1, 99\): it does not broadcast to \(1, 2, 1, 100\)",
+        ),
+        ((1, 2, 1, 32), mx.ones((5, 100)), r"mask of shape \(5, 100\): it does not broadcast"),
+        ((1, 2, 1, 32), mx.array(1.0), r"mask \(\): expected 'causal' or an array"),
+        ((1, 2, 1, 32), "causal-ish", "mask 'causal-ish': expected 'causal' or an array"),
+        ((2, 2, 1, 32), None, r"queries \(2, 2, 1, 32\): the cache holds 1 rows and 2 heads of 32 numbers"),
+        ((1, 3, 1, 32), None, r"queries \(1, 3, 1, 32\): .* a multiple of 2"),
+        ((1, 2, 1, 16), None, r"queries \(1, 2, 1, 16\): "),
+        ((2, 1, 32), None, r"queries \(2, 1, 32\): "),
+    ],
+)
+def test_queries_and_masks_that_do_not_go_with_the_cache_are_refused(queries, mask, says, batched):
+    cache = feed(KIVICache(spec()), *tokens(99))
+    cache = KIVICache.merge([cache]) if batched else cache
+    cache.update_and_fetch(*tokens(1))
+    with pytest.raises(ValueError, match=says):
+        cache.attend(mx.ones(queries), scale=1.0, mask=mask)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_result_has_the_dtype_of_the_queries_whatever_that_of_keys_and_values(count, batched):
+    keys, values = tokens(100)
+    cache = feed(KIVICache(spec()), keys, values.astype(mx.float16))
+    cache = KIVICache.merge([cache]) if batched else cache
+    keys, values = tokens(count)
+    cache.update_and_fetch(keys, values.astype(mx.float16))
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        assert cache.attend(mx.ones((1, 2, count, 32), dtype), scale=0.1, mask="causal").dtype == dtype
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -268,6 +302,20 @@ def test_a_state_that_lost_tokens_is_refused():
     lost = {name: state[name][..., :5, :] for name in ("window_keys", "window_values")}
     with pytest.raises(ValueError, match="offset=100: the state's arrays hold 69 tokens"):
         KIVICache.from_state({**state, **lost})
+
+
+@pytest.mark.parametrize("name", ["value_scale", "window_values", "sink_keys", "key_words"])
+def test_a_state_with_an_array_missing_or_too_short_is_refused_and_leaves_a_live_cache_as_it_was(name):
+    state = feed(KIVICache(spec(sink_length=32)), *tokens(200)).state
+    live = feed(KIVICache(spec()), *tokens(40))
+    before = copy.deepcopy(live)
+    changes = [None] if name != "key_words" else [None, state[name][..., :-1]]
+    for change in changes:
+        with pytest.raises(ValueError, match=r"damaged|not of the same whole groups"):
+            live.state = {**state, name: change}
+        assert_same_state(live, before)
+    live.state = state
+    assert_same_state(live, KIVICache.from_state(state))
 
 
 def test_a_cache_says_what_it_is():
