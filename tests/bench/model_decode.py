@@ -36,8 +36,8 @@ SPECS = (
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--context", type=int, default=4096)
-    options_of.add_argument("--steps", type=int, default=8)
-    options_of.add_argument("--rounds", type=int, default=11)
+    options_of.add_argument("--steps", type=int, default=32, help="a round; 32 flush each cache once")
+    options_of.add_argument("--rounds", type=int, default=7)
     options_of.add_argument("--specs", nargs="+", default=SPECS)
     options = options_of.parse_args()
     model = load_model()
