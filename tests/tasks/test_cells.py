@@ -160,7 +160,7 @@ def test_progress_goes_to_whoever_watches(tiny_models: Any, story: PromptSet, st
 def test_prefect_shows_cells_by_their_names_with_progress_and_failures_as_failed(
     tiny_models: Any, story: PromptSet, store: ResultStore, prefect_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.cells.ARTIFACT_S", 0.1)
+    monkeypatch.setattr("tasks.cells.ARTIFACT_S", 0.0)
     good = cells_of(tiny_models(0), story)[1]
     bad = cells_of(tiny_models(0), story, score={"length": 1_000_000})[1]
     seen: list[str] = []
