@@ -304,9 +304,11 @@ class BatchKIVICache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the live arrays."""
+        """Bytes of the live arrays, which are evaluated: until then what they were made of is live too."""
         self._settle()
-        return resident_bytes(live_arrays(vars(self)))
+        arrays = list(live_arrays(vars(self)))
+        mx.eval(arrays)
+        return resident_bytes(arrays)
 
     @classmethod
     def _of_one(cls, cache: KIVICache) -> Self:

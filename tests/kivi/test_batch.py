@@ -12,6 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, load_prompt_cache, save_p
 
 from kivi.batch import BatchKIVICache
 from kivi.cache import KIVICache
+from kivi.measure.memory import settled_memory
 from kivi.spec import CacheSpec, LayerSpec, SpecError
 
 KV_HEADS, QUERY_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48
@@ -215,6 +216,19 @@ def test_a_step_builds_its_graph_and_computes_nothing():
     # Only the lengths, which come from the host, and random keys are there: a history would be 20 times as much.
     assert mx.get_active_memory() - before < 40_000
     mx.eval(out)
+
+
+def test_what_a_batch_weighs_is_what_mlx_holds_also_when_its_longest_row_has_left():
+    before = settled_memory()
+    batch = BatchKIVICache(NO_WINDOW, [0, 0])
+    batch.prepare(lengths=[6000, 100], right_padding=[0, 5900])
+    batch.update_and_fetch(draw(2, KV_HEADS, 6000, KEY_DIM), draw(2, KV_HEADS, 6000, KEY_DIM))
+    batch.finalize()
+    for _ in range(2):
+        size = batch.nbytes
+        assert size <= settled_memory() - before < 1.1 * size + 50_000
+        batch.filter([len(batch.frontiers) - 1])
+    assert batch.nbytes < 200_000
 
 
 def test_masks_that_are_additive_or_missing_hide_the_same():
