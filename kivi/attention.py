@@ -64,14 +64,14 @@ def scaled_dot_product_attention(
     Returns:
         ``[B, H_q, L, D_v]`` in the dtype of the queries.
     """
+    if hasattr(cache, "attend"):
+        attended: mx.array = cache.attend(queries, scale=scale, mask=mask, sinks=sinks)
+        return attended
     for probe in getattr(_probing, "probes", ()):
         if probe is not cache and probe.gave(keys, values):
             probe.shared = True
     if isinstance(cache, _Probe):
         return cache.note(queries, keys, values)
-    if hasattr(cache, "attend"):
-        attended: mx.array = cache.attend(queries, scale=scale, mask=mask, sinks=sinks)
-        return attended
     full: mx.array = MLX_LM_ATTENTION(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return full
 

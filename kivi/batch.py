@@ -19,7 +19,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
+from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.cache import MAX_CODE_QUERIES, KIVICache
@@ -28,7 +28,7 @@ from kivi.padding import Padding
 from kivi.rows import RowWindow, code_rows, sink_rows
 from kivi.spec import CacheSpec, SpecError
 from kivi.state import STATE_ARRAYS, Value, loadable, require_state
-from kivi.storage import CodeStore, live_arrays, require_fitting
+from kivi.storage import CodeStore, live_bytes, require_fitting
 
 LENGTHS = ("offsets", "left_padding", "right_padding", "sinks", "codes", "starts")  # of a state, a number a row
 
@@ -113,15 +113,13 @@ class BatchKIVICache:
         require_question(queries, mask, self._window.buffers()[0], self._padding.width)
         length = queries.shape[-2]
         if mask is None or isinstance(mask, str):
-            mask = default_mask(length, width=self._padding.width, left_padding=self._padding.left, causal=mask is not None)
+            mask = default_mask(length, self._padding, causal=mask is not None)
         if length > MAX_CODE_QUERIES:
             keys, values = self.keys_and_values()
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             return out.astype(queries.dtype)
         stored = self._sinks.capacity + self._codes.capacity
-        columns = in_storage_order(
-            mask, width=self._padding.width, left_padding=self._padding.left, stored=stored, window=self._window
-        )
+        columns = in_storage_order(mask, self._padding, stored=stored, window=self._window)
         return self.backend.decode_attention(queries, self._history(), scale=scale, causal=False, mask=columns, sinks=sinks)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -225,8 +223,8 @@ class BatchKIVICache:
         for row in rows:
             row.trim(n)
         trimmed = self.merge(rows)
-        trimmed._padding = Padding(self._padding.left)
-        trimmed._padding.width = self._padding.width - n
+        self._padding.width -= n
+        trimmed._padding = self._padding
         self.__dict__.update(vars(trimmed))
         return n
 
@@ -304,11 +302,9 @@ class BatchKIVICache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the live arrays, which are evaluated: until then what they were made of is live too."""
+        """Bytes of the live arrays."""
         self._settle()
-        arrays = list(live_arrays(vars(self)))
-        mx.eval(arrays)
-        return resident_bytes(arrays)
+        return live_bytes(vars(self))
 
     @classmethod
     def _of_one(cls, cache: KIVICache) -> Self:

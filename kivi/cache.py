@@ -27,13 +27,13 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
+from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.masks import require_question
 from kivi.spec import CacheSpec, SpecError
 from kivi.state import STATE_ARRAYS, Value, loadable, require_state
-from kivi.storage import CodeStore, ExactStore, live_arrays, require_fitting
+from kivi.storage import CodeStore, ExactStore, live_arrays, live_bytes, require_fitting
 
 # Up to here queries attend on codes; more queries share the cost of dequantising the history once. Enough for decoding and
 # for the drafts of speculative decoding (mlx-lm's default is 2 or 3 a step).
@@ -261,9 +261,7 @@ class KIVICache:
     def bytes(self) -> CacheBytes:
         """Return what the cache weighs now; ``resident`` is measured from the live arrays, all else is counted."""
         self._settle()
-        arrays = list(live_arrays(vars(self)))
-        mx.eval(arrays)
-        resident = resident_bytes(arrays)
+        resident = live_bytes(vars(self))
         if self._window.keys is None or self._window.values is None:
             return CacheBytes(resident=resident, full_precision=0)
         batch, heads = self._window.keys.shape[:2]

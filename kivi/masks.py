@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from kivi.padding import Padding
 from kivi.rows import RowWindow
 
 
@@ -38,40 +37,39 @@ def require_question(queries: mx.array, mask: mx.array | str | None, keys: mx.ar
         raise ValueError(f"mask of shape {mask.shape}: it does not broadcast to {wanted}, queries by tokens of the cache")
 
 
-def default_mask(length: int, *, width: int, left_padding: Sequence[int], causal: bool) -> mx.array:
+def default_mask(length: int, padding: Padding, *, causal: bool) -> mx.array:
     """Return the boolean mask of a call whose model made none: padding is hidden, and what comes later if ``causal``.
 
     Args:
         length: Queries of the call, the last columns.
-        width: Columns of the padded coordinates.
-        left_padding: Columns of each row that are padding.
+        padding: Which columns are tokens.
         causal: Whether a query sees no later token.
 
     Returns:
         Broadcastable to ``[B, 1, length, width]``.
     """
+    left = mx.array(padding.left)
     if not causal:
-        return mx.arange(width) >= mx.array(list(left_padding))[:, None, None, None]
-    mask: mx.array = create_causal_mask(length, offset=width - length, left_padding=mx.array(list(left_padding)))
+        return mx.arange(padding.width) >= left[:, None, None, None]
+    mask: mx.array = create_causal_mask(length, offset=padding.width - length, left_padding=left)
     return mask
 
 
-def in_storage_order(mask: mx.array, *, width: int, left_padding: Sequence[int], stored: int, window: RowWindow) -> mx.array:
+def in_storage_order(mask: mx.array, padding: Padding, *, stored: int, window: RowWindow) -> mx.array:
     """Return ``mask`` for the columns of sinks, codes and window.
 
     Args:
         mask: Boolean or additive, broadcastable to ``[B, H_q, L, width]``, in left-padded coordinates.
-        width: Columns of the padded coordinates.
-        left_padding: Columns of each row that are padding.
+        padding: Which columns are tokens.
         stored: Capacity of sinks and codes together: columns from each row's position 0 on.
         window: The newest tokens; what lies before a row's first one is hidden.
 
     Returns:
         ``[B, H_q or 1, L or 1, stored + window.capacity]``.
     """
-    shape = (1,) * (4 - mask.ndim) + mask.shape
-    mask = mx.broadcast_to(mask.reshape(shape), (len(left_padding), *shape[1:3], width))
-    positions = mx.array(list(left_padding))[:, None, None, None] + mx.arange(stored)
+    width, shape = padding.width, (1,) * (4 - mask.ndim) + mask.shape
+    mask = mx.broadcast_to(mask.reshape(shape), (len(padding.left), *shape[1:3], width))
+    positions = mx.array(padding.left)[:, None, None, None] + mx.arange(stored)
     positions = mx.broadcast_to(mx.minimum(positions, width - 1), (*mask.shape[:-1], stored))
     unused = max(0, window.stop - width)  # columns that are older than the padded coordinates
     newest = mask[..., max(0, width - window.stop) :]

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kivi.accounting import resident_bytes
 from kivi.backends import Packed
 from kivi.quantize import WORD_BITS, dtype_name, padded_length
 
@@ -250,3 +251,10 @@ def live_arrays(holder: Any) -> Iterator[mx.array]:
             yield from live_arrays(part)
     elif isinstance(holder, Store):
         yield from live_arrays(vars(holder))
+
+
+def live_bytes(holder: Any) -> int:
+    """Return the bytes of :func:`live_arrays`, which are evaluated: until then what they were made of is live too."""
+    arrays = list(live_arrays(holder))
+    mx.eval(arrays)
+    return resident_bytes(arrays)

@@ -14,7 +14,7 @@ from kivi.measure.results import Record
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
-Lane = TypeVar("Lane")
+Item = TypeVar("Item")
 
 WARM_UP_STEPS = 4  # enough for every kernel of a decode step; settling the prefill has run those of the quantiser
 
@@ -28,7 +28,7 @@ class Timed(Record):
     process_peak_bytes: int | None = None
 
 
-def in_random_order(arms: Sequence[Lane], number: int, seed: int = 0) -> list[Lane]:
+def in_random_order(arms: Sequence[Item], number: int, seed: int = 0) -> list[Item]:
     """Return ``arms`` in the order of round ``number``, the same for the same seed."""
     return random.Random(f"{seed}, {number}").sample(arms, len(arms))  # noqa: S311  no secret
 
