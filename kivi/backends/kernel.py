@@ -37,7 +37,7 @@ class Kernel:
         inputs, outputs: The buffers' names in the body, in order.
         threads: Threads a threadgroup, a multiple of 32.
         headers: Files of dialect functions that the body uses; ``{prelude}`` in a name is the target's prelude.
-        before: A second body that runs in the threadgroups with ``group.x`` below the macro TENSOR_FROM.
+        before: A second body that runs in the threadgroups with ``group.x`` below the macro BEFORE_GROUPS.
     """
 
     name: str
@@ -128,7 +128,7 @@ def compose(
     )
     body = read_source(kernel.name + ".body")
     if kernel.before is not None:
-        body = f"if (group.x < TENSOR_FROM) {{\n{read_source(kernel.before + '.body')}}} else {{\n{body}}}\n"
+        body = f"if (group.x < BEFORE_GROUPS) {{\n{read_source(kernel.before + '.body')}}} else {{\n{body}}}\n"
     source = f"{target.prologue}\n{body}"
     digest = hashlib.sha256(repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs)).encode()).hexdigest()
     name = f"kivi_{kernel.name}_{digest[:12]}"

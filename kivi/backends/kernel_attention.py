@@ -192,7 +192,7 @@ def describe(
 def _plan(shapes: Shapes) -> Plan:
     tiles = sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.code_room, shapes.window_room))
     split = cut(shapes, tiles, QUERY_TILES, WANTED_GROUPS)
-    return configure(shapes, split, split.splits, {"SKIPS": 0})
+    return configure(shapes, split, split.splits, {"SKIPS": 0}, parts=1)
 
 
 def cut(shapes: Shapes, tiles: int, query_tiles: tuple[int, ...], wanted: int) -> Split:
@@ -206,8 +206,11 @@ def cut(shapes: Shapes, tiles: int, query_tiles: tuple[int, ...], wanted: int) -
     return Split(query_tile, tiles_of_queries, splits=min(most, max(tiles, 1), MOST_SPLITS), lone=most == 1)
 
 
-def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str, Setting]) -> Plan:
-    """Return the launches for a split of which those from ``tensor_from`` on are the tensor-core body's."""
+def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str, Setting], parts: int) -> Plan:
+    """Return the launches for a split of which those from ``tensor_from`` on are the tensor-core body's.
+
+    The portable body takes a tile of queries in ``parts``.
+    """
     value_columns = shapes.value_padded * shapes.value_bits // 32
     key_lanes = next(lanes for lanes in (8, 16, 32) if lanes * RUN >= shapes.key_channels or lanes == SIMD_WIDTH)
     layout = Layout(
@@ -232,7 +235,8 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
         "KEY_STRIDES": -(-shapes.key_channels // (key_lanes * RUN)),
         "MASKED": int(shapes.mask_strides is not None),
         "SKIPPED_TILE": TENSOR_TILE_TOKENS,
-        "QUERY_TILE": split.query_tile,
+        "QUERY_TILE": split.query_tile // parts,
+        "QUERY_PARTS": parts,
         "LONE_SPLIT": int(split.lone),
         "OUT_ELEMENT": shapes.dtype if split.lone else mx.float32,
         "SINK_LOGITS": int(shapes.sink_logits),
@@ -252,7 +256,7 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
         merge=None if split.lone else merge,
         merging=tuple(merging.items()),
         layout=layout,
-        groups=(split.splits, split.query_tiles, shapes.batch * shapes.heads),
+        groups=(split.splits + tensor_from * (parts - 1), split.query_tiles, shapes.batch * shapes.heads),
         parts=(out if split.lone else split_out, ((rows, split.splits, 2), mx.float32)),
         out=out,
     )

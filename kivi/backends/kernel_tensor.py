@@ -25,7 +25,9 @@ from kivi.backends.kernel_backend import KernelBackend
 from kivi.quantize import padded_length
 
 MOST_CHANNELS = 128  # a row of words is held in registers
-QUERY_TILES = (1, 2)
+QUERY_TILES = (1, 2, 4)
+KEY_UNITS = {1: 1, 2: 1, 4: 4}  # by the queries of a tile: those that share a product of keys
+MOST_PORTABLE_QUERIES = 1  # at a time in the portable body of this grid: with more its registers would limit both
 MANTISSA_BITS = 10  # of float16: codes within them need no shift
 SIMDS = 4  # SIMD groups a threadgroup
 LEAST_CODES = 3 * TENSOR_TILE_TOKENS  # with fewer, most SIMD groups of a threadgroup would have no tile
@@ -100,12 +102,23 @@ def _plan(shapes: Shapes) -> Plan:
     # Fewer than a tile of codes are left to the portable body, in two of its tiles at most.
     left = TENSOR_TILE_TOKENS // TILE_TOKENS + sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.window_room))
     rest = cut(shapes, left, QUERY_TILES, kernel_attention.WANTED_GROUPS).splits
+    parts = max(coded.query_tile // MOST_PORTABLE_QUERIES, 1)
+    units = KEY_UNITS[coded.query_tile]
+    phases = max(units // shapes.key_bits, 1)
+    row_words = max(shapes.key_bits // units, 1)
     settings: dict[str, Setting] = {
         "PARAM": mx.float16,
         "SIMDS": SIMDS,
+        "TENSOR_QUERIES": coded.query_tile,
+        "KEY_UNITS": units,
+        "KEY_REPEATS": coded.query_tile // units,
+        "KEY_PHASES": phases,
+        "KEY_ROW_WORDS": row_words,
+        "KEY_LOAD": min(row_words, 2),
+        "KEY_SHIFTS": 16 // shapes.key_bits // phases,
         "KEY_DIRECT": MANTISSA_BITS // shapes.key_bits,
         "VALUE_DIRECT": MANTISSA_BITS // shapes.value_bits,
         "VALUE_TILES": -(-coded.query_tile // 2),  # two queries share a matrix's columns
         "SKIPS": 1,
     }
-    return configure(shapes, coded._replace(splits=rest + coded.splits, lone=False), rest, settings)
+    return configure(shapes, coded._replace(splits=rest + coded.splits, lone=False), rest, settings, parts)

@@ -39,4 +39,5 @@ FN float normaliser(float maximum, float sum, float sink) {
 #define MASK_QUERY layout[10]
 #define MASK_TOKEN layout[11]
 #define COUNT_STRIDE layout[12]  // 3 when every row of the batch has its own counts, else 0
+#define BEFORE_GROUPS (TENSOR_FROM * QUERY_PARTS)  // threadgroups of attention in attention_tensor's grid
 #define TENSOR_FROM layout[13]   // first split of attention_tensor's; those before are attention's (SPLITS where it runs alone)

@@ -1,5 +1,7 @@
 // What attention_tensor uses beyond the dialect, for CUDA from sm_80 on.
 
+#define ROLLED _Pragma("unroll 1")
+
 // c += a b for a 16 x 16 (rows), b 16 x 8 (columns), float16 in, float32 out. Subnormal inputs are kept.
 FN void mma_f16(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -1,5 +1,7 @@
 // What attention_tensor uses beyond the dialect, for the host: matrix fragments are exchanged among the lanes.
 
+#define ROLLED
+
 static uint fragments[2][1024][6];
 
 // c += a b for a 16 x 16 (rows), b 16 x 8 (columns), float16 in, float32 out; lanes hold them as PTX's mma.m16n8k16 does.
