@@ -34,8 +34,17 @@ class CudaTarget:
             header=program.header,
             source=program.source,
             ensure_row_contiguous=True,
+            shared_memory=_shared_memory(program.shared_bytes),
         )
         return cast("Launch", launch)
+
+
+def _shared_memory(wanted: int) -> int:
+    """Return what to ask MLX for: it lifts CUDA's limit of 48 KiB a threadgroup only for 48,000 bytes and more.
+
+    The limit also counts what the body declares itself, which is less than 16 KiB.
+    """
+    return wanted if wanted <= 32 * 1024 else max(wanted, 48 * 1024)
 
 
 def available() -> Availability:

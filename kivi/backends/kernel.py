@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -50,7 +50,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Program:
-    """A configured kernel, as text for one target."""
+    """A configured kernel, as text for one target.
+
+    Attributes:
+        shared_bytes: Threadgroup memory that each launch asks for, beyond SHARED's; the setting SHARED_BYTES.
+    """
 
     name: str
     inputs: tuple[str, ...]
@@ -59,6 +63,7 @@ class Program:
     output_dtypes: tuple[mx.Dtype, ...]
     header: str
     source: str
+    shared_bytes: int = 0
 
 
 class Launch(Protocol):
@@ -132,7 +137,8 @@ def compose(
     source = f"{target.prologue}\n{body}"
     digest = hashlib.sha256(repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs)).encode()).hexdigest()
     name = f"kivi_{kernel.name}_{digest[:12]}"
-    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source)
+    shared_bytes = cast("int", macros.get("SHARED_BYTES", 0))
+    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source, shared_bytes)
 
 
 def launch(

@@ -234,7 +234,6 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
         "KEY_LANES": key_lanes,
         "KEY_STRIDES": -(-shapes.key_channels // (key_lanes * RUN)),
         "MASKED": int(shapes.mask_strides is not None),
-        "SKIPPED_TILE": TENSOR_TILE_TOKENS,
         "QUERY_TILE": split.query_tile // parts,
         "QUERY_PARTS": parts,
         "LONE_SPLIT": int(split.lone),

@@ -1,9 +1,10 @@
-"""Decode attention on tensor cores: a body of its own for whole tiles of codes, the portable one for the rest.
+"""Decode attention on tensor cores: a body of its own for codes, the portable one for sinks and window.
 
-Both run in one grid, so that the rest, which is short and waits for memory, runs beside the codes."""
+Both run in one grid, so that the exact tokens, which are few and wait for memory, are attended to beside the codes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import mlx.core as mx
@@ -12,10 +13,12 @@ from kivi.backends import History, kernel_attention
 from kivi.backends.kernel import Kernel, Setting, Target
 from kivi.backends.kernel_attention import (
     HISTORY_INPUTS,
+    MOST_SPLITS,
     TENSOR_TILE_TOKENS,
     TILE_TOKENS,
     Plan,
     Shapes,
+    Split,
     attend,
     configure,
     cut,
@@ -24,21 +27,24 @@ from kivi.backends.kernel_attention import (
 from kivi.backends.kernel_backend import KernelBackend
 from kivi.quantize import padded_length
 
-MOST_CHANNELS = 128  # a row of words is held in registers
+MOST_CHANNELS = 128  # a SIMD group's lanes prepare four of a query each, and products tell four chunks of values apart
 QUERY_TILES = (1, 2, 4)
-KEY_UNITS = {1: 1, 2: 1, 4: 4}  # by the queries of a tile: those that share a product of keys
-MOST_PORTABLE_QUERIES = 1  # at a time in the portable body of this grid: with more its registers would limit both
-MANTISSA_BITS = 10  # of float16: codes within them need no shift
+UNITS = {1: 2, 2: 2, 4: 4}  # by the queries of a tile: those that share a product (kernels/packed_product.h)
+MOST_PORTABLE_QUERIES = 2  # at a time in the portable body of this grid: with more its registers would limit both
 SIMDS = 4  # SIMD groups a threadgroup
-LEAST_CODES = 3 * TENSOR_TILE_TOKENS  # with fewer, most SIMD groups of a threadgroup would have no tile
-WANTED_GROUPS = 4096  # threadgroups of work at most: a few waves, so that none waits long for the last
+# Capacity of codes from which tensor cores are used, by the bits of keys or values, whichever are more: with less, most SIMD
+# groups of a threadgroup have no tile, and the portable body is faster.
+LEAST_CODES = {2: 2 * TENSOR_TILE_TOKENS, 4: 3 * TENSOR_TILE_TOKENS, 8: 3 * TENSOR_TILE_TOKENS}
+MULTIPROCESSORS = 132  # of an H100 or H200; three threadgroups run on one at a time
+IDLE = 0.8  # how much longer one takes alone than a third of three
+BEGINNING = 0.25  # what a threadgroup takes to begin and to end, in tiles
 
 TENSOR = Kernel(
     "attention_tensor",
     ("queries", *HISTORY_INPUTS, "mask", "counts", "factor", "sink_logits", "layout"),
     ("split_out", "split_sums"),
     SIMDS * 32,
-    ("lanes.h", "channels.h", "attention.h", "tensor_{prelude}"),
+    ("lanes.h", "channels.h", "attention.h", "tensor_{prelude}", "packed_product.h"),
     before="attention",
 )
 
@@ -48,10 +54,10 @@ class TensorBackend(KernelBackend):
 
     Args:
         target: Where the kernels run.
-        least_codes: Capacity of codes, in tokens, from which tensor cores are used.
+        least_codes: Capacity of codes, in tokens, from which tensor cores are used, by bits.
     """
 
-    def __init__(self, target: Target, least_codes: int = LEAST_CODES) -> None:
+    def __init__(self, target: Target, least_codes: Mapping[int, int] = LEAST_CODES) -> None:
         super().__init__(target)
         self.least_codes = least_codes
 
@@ -69,16 +75,18 @@ class TensorBackend(KernelBackend):
         return attention(self.target, queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
 
 
-def fits(queries: mx.array, history: History, least_codes: int) -> bool:
+def fits(queries: mx.array, history: History, least_codes: Mapping[int, int]) -> bool:
     """Return whether the tensor-core body takes the shapes and dtypes, and has enough to do.
 
-    It rounds folded scales and weights to float16, which float32 queries would see.
+    It rounds folded scales and weights to float16, which float32 queries would see. It copies whole tiles, aligned, which the
+    capacities of a cache (:data:`kivi.storage.CODE_STEP`) allow.
     """
     if history.keys is None or history.keys.scale.dtype != mx.float16 or queries.dtype == mx.float32:
         return False
     key_channels, value_channels = queries.shape[-1], padded_length(history.window_values.shape[-1], history.group_size)
     room = history.keys.scale.shape[-1] * history.group_size
-    return key_channels % 16 == 0 and max(key_channels, value_channels) <= MOST_CHANNELS and room >= least_codes
+    whole = room % TENSOR_TILE_TOKENS == 0 and room >= least_codes[max(history.key_bits, history.value_bits)]
+    return whole and key_channels % 16 == 0 and max(key_channels, value_channels) <= MOST_CHANNELS
 
 
 def decode_attention(
@@ -98,27 +106,44 @@ def decode_attention(
 
 @lru_cache(maxsize=1024)
 def _plan(shapes: Shapes) -> Plan:
-    coded = cut(shapes, -(-shapes.code_room // (TENSOR_TILE_TOKENS * SIMDS)), QUERY_TILES, WANTED_GROUPS)
-    # Fewer than a tile of codes are left to the portable body, in two of its tiles at most.
-    left = TENSOR_TILE_TOKENS // TILE_TOKENS + sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.window_room))
+    coded = _cut(shapes)
+    left = sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.window_room))
     rest = cut(shapes, left, QUERY_TILES, kernel_attention.WANTED_GROUPS).splits
     parts = max(coded.query_tile // MOST_PORTABLE_QUERIES, 1)
-    units = KEY_UNITS[coded.query_tile]
-    phases = max(units // shapes.key_bits, 1)
-    row_words = max(shapes.key_bits // units, 1)
     settings: dict[str, Setting] = {
         "PARAM": mx.float16,
         "SIMDS": SIMDS,
         "TENSOR_QUERIES": coded.query_tile,
-        "KEY_UNITS": units,
-        "KEY_REPEATS": coded.query_tile // units,
-        "KEY_PHASES": phases,
-        "KEY_ROW_WORDS": row_words,
-        "KEY_LOAD": min(row_words, 2),
-        "KEY_SHIFTS": 16 // shapes.key_bits // phases,
-        "KEY_DIRECT": MANTISSA_BITS // shapes.key_bits,
-        "VALUE_DIRECT": MANTISSA_BITS // shapes.value_bits,
-        "VALUE_TILES": -(-coded.query_tile // 2),  # two queries share a matrix's columns
+        "TENSOR_UNITS": UNITS[coded.query_tile],
+        "SHARED_BYTES": _shared_bytes(shapes, coded.query_tile),
         "SKIPS": 1,
     }
-    return configure(shapes, coded._replace(splits=rest + coded.splits, lone=False), rest, settings, parts)
+    return configure(shapes, coded._replace(splits=rest + coded.splits), rest, settings, parts)
+
+
+def _cut(shapes: Shapes) -> Split:
+    """Cut the codes into as many splits as are soonest done, where a multiprocessor's threadgroups share it.
+
+    By capacity, never by counts, which may be on the GPU only.
+    """
+    query_tile = next((tile for tile in QUERY_TILES if tile >= shapes.rows), QUERY_TILES[-1])
+    query_tiles = -(-shapes.rows // query_tile)
+    tiles = -(-shapes.code_room // TENSOR_TILE_TOKENS)
+
+    def time(splits: int) -> float:
+        turns = -(-tiles // (splits * SIMDS))
+        groups = -(-shapes.batch * shapes.heads * query_tiles * splits // MULTIPROCESSORS)
+        return (groups + IDLE / groups) * (turns + BEGINNING)
+
+    splits = min(range(1, min(-(-tiles // SIMDS), MOST_SPLITS) + 1), key=time)
+    return Split(query_tile, query_tiles, splits, lone=False)
+
+
+def _shared_bytes(shapes: Shapes, queries: int) -> int:
+    """Return the bytes of shared memory of a threadgroup, whose SIMD groups each hold half a tile and what comes of it."""
+    half = TENSOR_TILE_TOKENS // 2
+    codes = half * (shapes.key_channels * shapes.key_bits + shapes.value_padded * shapes.value_bits) // 8
+    params = 2 * 2 * (TENSOR_TILE_TOKENS * shapes.key_channels + half * shapes.value_padded) // shapes.group_size
+    of_query = 4 * (half // 32 * 36 + 4 + half // 2 + 8)  # scores, what zeros add to them, weights
+    prepared = 4 * (shapes.key_channels // 2 + 8 + 4)
+    return SIMDS * (codes + params + queries * of_query) + queries * prepared

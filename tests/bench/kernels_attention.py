@@ -16,6 +16,8 @@ from kernels_timing import Arm, interleave, show, write
 
 from kivi.backends import Backend, History, kernel_attention, resolve
 from kivi.backends.kernel_backend import KernelBackend
+from kivi.quantize import padded_length
+from kivi.storage import CODE_STEP
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
@@ -46,10 +48,11 @@ Attend = Callable[[mx.array, Inputs], mx.array]
 
 
 def make(backend: Backend, shape: Shape, repeats: int, bits: int) -> Inputs:
-    """Return queries, the full cache and the same tokens packed, the last 128 exact."""
+    """Return queries, the full cache and the same tokens packed, the last 128 exact, with a cache's capacity."""
     batch, heads, tokens, channels = shape
     keys, values = (mx.random.normal((batch, heads, tokens, channels), mx.float16) for _ in range(2))
     coded = tokens - WINDOW
+    capacity = padded_length(coded, CODE_STEP)
     settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
     history = History(
         key_bits=bits,
@@ -57,8 +60,8 @@ def make(backend: Backend, shape: Shape, repeats: int, bits: int) -> Inputs:
         group_size=GROUP,
         sink_keys=None,
         sink_values=None,
-        keys=backend.quantize_keys(keys[:, :, :coded], **settings),
-        values=backend.quantize_values(values[:, :, :coded], **settings),
+        keys=backend.quantize_keys(keys[:, :, :capacity], **settings),
+        values=backend.quantize_values(values[:, :, :capacity], **settings),
         window_keys=mx.contiguous(keys[:, :, coded:]),
         window_values=mx.contiguous(values[:, :, coded:]),
         sink_count=0,

@@ -79,10 +79,20 @@ struct bfloat16_t_ {
   operator float() const { return as_float(uint(bits) << 16); }
 };
 
+// A CPU reads vectors from any address, a GPU only from multiples of their size: others make the launch fail.
+static bool misaligned;
+FN void expect_aligned(const void* address, int bytes) { misaligned |= uintptr_t(address) % bytes != 0; }
+
 template <typename E>
-FN void load8(const E* from, float* to) { for (int i = 0; i < 8; i++) to[i] = float(from[i]); }
+FN void load8(const E* from, float* to) {
+  expect_aligned(from, 16);
+  for (int i = 0; i < 8; i++) to[i] = float(from[i]);
+}
 template <typename E>
-FN void store8(E* to, const float* from) { for (int i = 0; i < 8; i++) to[i] = E(from[i]); }
+FN void store8(E* to, const float* from) {
+  expect_aligned(to, 16);
+  for (int i = 0; i < 8; i++) to[i] = E(from[i]);
+}
 
 // ---- threads ----
 
@@ -170,6 +180,7 @@ static bool run_threadgroup(uint threads) {
 static int run_grid(void (*entry)(), uint groups_x, uint groups_y, uint groups_z, uint threads) {
   if (threads > 1024) return 2;
   current_entry = entry;
+  misaligned = false;
   if (fibres.size() < threads) fibres = std::vector<Fibre>(threads);
   for (uint i = 0; i < threads; i++) fibres[i].stack.resize(1 << 16);
   for (uint z = 0; z < groups_z; z++)
@@ -178,7 +189,7 @@ static int run_grid(void (*entry)(), uint groups_x, uint groups_y, uint groups_z
         current_group = {x, y, z};
         if (!run_threadgroup(threads)) return 1;
       }
-  return 0;
+  return misaligned ? 3 : 0;
 }
 
 #define SHARED(type, name, count) static type name[count]

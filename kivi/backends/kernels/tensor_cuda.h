@@ -1,6 +1,7 @@
 // What attention_tensor uses beyond the dialect, for CUDA from sm_80 on.
 
 #define ROLLED _Pragma("unroll 1")
+#define UNROLL_STEPS _Pragma("unroll 4")
 
 // c += a b for a 16 x 16 (rows), b 16 x 8 (columns), float16 in, float32 out. Subnormal inputs are kept.
 FN void mma_f16(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
@@ -9,8 +10,7 @@ FN void mma_f16(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-FN uint low_halves(uint x, uint y) { return __byte_perm(x, y, 0x5410); }
-FN uint high_halves(uint x, uint y) { return __byte_perm(x, y, 0x7632); }
+FN uint pick_bytes(uint x, uint y, uint selector) { return __byte_perm(x, y, selector); }
 FN uint half2_of(float low, float high) {
   const __half2 both = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint*>(&both);
@@ -20,6 +20,7 @@ FN uint half2_multiply(uint x, uint y) {
   return *reinterpret_cast<const uint*>(&product);
 }
 FN uint half_bits(__half x) { return __half_as_ushort(x); }
+FN uint load_halves(const __half* from) { return *reinterpret_cast<const uint*>(from); }
 
 template <int N>
 FN void load_words(const uint* from, uint* to) {
@@ -38,6 +39,28 @@ FN void load_words(const uint* from, uint* to) {
   }
 }
 
-// Asks for the line of memory at `address` to be brought to the L2 cache.
-template <typename E>
-FN void prefetch(const E* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+FN void store_pair(uint* to, const uint* from) { *reinterpret_cast<uint2*>(to) = make_uint2(from[0], from[1]); }
+
+FN float exp2_near(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Memory that every threadgroup of a launch asks for, beyond what SHARED may take.
+#define SHARED_BY_LAUNCH(name, count) extern __shared__ __align__(16) uint name[]
+
+// Asynchronous copies of BYTES (4, 8 or 16) to shared memory. A lane's copies up to close_copies() are a batch, which
+// wait_for_copies<N>() waits for unless it is one of the lane's newest N. What is not `there` becomes zeros.
+template <int BYTES>
+FN void copy_async(void* to, const void* from, bool there = true) {
+  const uint target = uint(__cvta_generic_to_shared(to));
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(from), "r"(there ? 16 : 0) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
+  }
+}
+FN void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int NEWEST>
+FN void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory"); }

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from kivi.backends import History, Packed
-from kivi.quantize import group_dequantize, group_quantize, pack
+from kivi.quantize import group_dequantize, group_quantize, pack, padded_length
+from kivi.storage import CODE_STEP
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and counts of one history; ``spare`` groups of capacity hold junk that must not be seen."""
+    """Shapes and counts of one history; ``spare`` groups of capacity, or more, hold junk that must not be seen.
+
+    From a tile of the tensor cores on, capacity is a multiple of ``CODE_STEP``, as a cache's always is.
+    """
 
     batch: int = 1
     heads: int = 2
@@ -32,6 +36,12 @@ class Case:
     window: int = 40
     spare: int = 1
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for as codes."""
+        room = self.codes + self.spare * self.group_size
+        return room if room < CODE_STEP else padded_length(room, CODE_STEP)
+
 
 @dataclass(frozen=True)
 class Exact:
@@ -46,7 +56,7 @@ class Exact:
 def build(case: Case, seed: int = 0, counts: list[tuple[int, int, int]] | None = None) -> tuple[mx.array, History, Exact]:
     """Return queries, history and its exact twin; ``counts`` (sinks, codes, window) a row make counts arrays."""
     mx.random.seed(seed)
-    room = (case.sinks, case.codes + case.spare * case.group_size, case.window + 5)
+    room = (case.sinks, case.capacity, case.window + 5)
     keys = [_random(case, tokens, case.key_channels) for tokens in room]
     values = [_random(case, tokens, case.value_channels) for tokens in room]
     key_codes, exact_keys = _quantize(keys[1], -2, case.key_bits, case)

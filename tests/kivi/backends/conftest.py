@@ -13,10 +13,11 @@ from kivi.backends.kernel_tensor import TensorBackend
 
 HOST = KernelBackend(HostTarget())
 # Tensor cores are used from the first tile on, so that short cases reach them.
+ALWAYS = dict.fromkeys((2, 4, 8), TENSOR_TILE_TOKENS)
 BACKENDS = {
     "host": HOST,
-    "host_tensor": TensorBackend(HOST.target, TENSOR_TILE_TOKENS),
-    "cuda_tensor": TensorBackend(CudaTarget(), TENSOR_TILE_TOKENS),
+    "host_tensor": TensorBackend(HOST.target, ALWAYS),
+    "cuda_tensor": TensorBackend(CudaTarget(), ALWAYS),
 }
 ON_GPU = {"metal": ["metal"], "cuda": ["cuda", "cuda_tensor"]}
 RUN_HERE = ["host", "host_tensor", *[name for device, names in ON_GPU.items() if available(device).ok for name in names]]

@@ -30,6 +30,9 @@ CASES = {
     "four_queries_in_eight_bits": Case(
         heads=1, queries_a_head=4, value_channels=96, key_bits=8, value_bits=8, group_size=64, codes=320
     ),
+    "four_queries_in_eight_bits_of_all_channels": Case(
+        heads=1, queries_a_head=4, key_channels=128, value_channels=128, key_bits=8, value_bits=8, codes=800
+    ),
     "four_queries_in_bfloat16": Case(
         heads=2, queries_a_head=4, value_channels=128, key_bits=4, value_bits=4, group_size=128, codes=384, dtype=mx.bfloat16
     ),
@@ -64,8 +67,10 @@ def test_attention_is_within_the_bound(backend: Backend, name: str) -> None:
 @pytest.mark.parametrize("queries_a_head", [1, 2, 4])
 def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many heads as fill a GPU there is one split; scores grow along it, so that every tile moves the maximum."""
+    monkeypatch.setattr(kernel_attention, "WANTED_GROUPS", 1)
+    monkeypatch.setattr(kernel_tensor, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(kernel_tensor, "IDLE", 0)
     for module in (kernel_attention, kernel_tensor):
-        monkeypatch.setattr(module, "WANTED_GROUPS", 1)
         module._plan.cache_clear()
     case = Case(heads=1, queries_a_head=queries_a_head, codes=2624, window=150)
     queries, history, exact = build(case)
@@ -126,8 +131,9 @@ def test_rows_of_a_batch_may_have_different_lengths(backend: Backend) -> None:
     assert largest_error(actual, reference(queries, exact, 0.125, causal=True)) < ATTENTION_BOUND[case.dtype]
 
 
-def test_spare_capacity_is_never_read_into_the_result(backend: Backend) -> None:
-    case = Case(codes=288, key_channels=128, value_channels=128, spare=3)
+@pytest.mark.parametrize("queries_a_head", [1, 2, 4])
+def test_spare_capacity_is_never_read_into_the_result(backend: Backend, queries_a_head: int) -> None:
+    case = Case(codes=288, queries_a_head=queries_a_head, key_channels=128, value_channels=128, spare=3)
     queries, history, _ = build(case)
     assert history.keys is not None and history.values is not None
     keys, values = history.keys, history.values
@@ -149,8 +155,9 @@ def _spoil(array: mx.array, axis: int, start: int) -> mx.array:
     return mx.where(index < start, array, mx.array(float("nan"), array.dtype))
 
 
-def test_a_query_that_sees_nothing_gets_zeros(backend: Backend) -> None:
-    queries, history, exact = build(Case())
+@pytest.mark.parametrize("codes", [160, 544])
+def test_a_query_that_sees_nothing_gets_zeros(backend: Backend, codes: int) -> None:
+    queries, history, exact = build(Case(codes=codes))
     nothing = mx.zeros((1, 1, 1, exact.keys.shape[2]), mx.bool_)
     out = backend.decode_attention(queries, history, scale=0.1, causal=True, mask=nothing, sinks=None)
     assert mx.all(out == 0).item()

@@ -12,7 +12,7 @@ from kivi.backends.kernel_host import HostTarget
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
 
-def run(source: str, x: np.ndarray, threads: int) -> np.ndarray:
+def run(source: str, x: np.ndarray, threads: int, headers: tuple[str, ...] = ()) -> np.ndarray:
     """Run ``source``, which reads ``x`` and writes ``out`` of the same size."""
     program = Program(
         name="test_host",
@@ -20,7 +20,7 @@ def run(source: str, x: np.ndarray, threads: int) -> np.ndarray:
         outputs=("out",),
         input_dtypes=(mx.float32,),
         output_dtypes=(mx.float32,),
-        header=read_source("host.h") + read_source("lanes.h"),
+        header="".join(read_source(name) for name in ("host.h", "lanes.h", *headers)),
         source=f"{HostTarget.prologue}\n{source}",
     )
     (out,) = HostTarget().build(program)(
@@ -61,6 +61,33 @@ def test_memory_written_without_a_barrier_is_not_seen_in_time() -> None:
 def test_threads_that_part_at_a_barrier_are_an_error(source: str) -> None:
     with pytest.raises(RuntimeError, match="threads parted"):
         run(source, np.zeros(128, np.float32), threads=128)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "float eight[8]; load8(x + 1, eight); out[tid] = eight[0];",
+        "uint two[2]; load_words<2>((const uint*)x + tid, two); out[tid] = two[0];",
+        "SHARED(float, held, 64); copy_async<8>(held + 1, x); close_copies(); wait_for_copies<0>(); out[tid] = held[tid];",
+    ],
+    ids=["load8", "load_words", "copy_async"],
+)
+def test_a_vector_at_an_address_that_a_gpu_refuses_is_an_error(source: str) -> None:
+    with pytest.raises(RuntimeError, match="no multiple of its size"):
+        run(source, np.zeros(32, np.float32), threads=32, headers=("tensor_host.h",))
+
+
+def test_what_is_copied_is_there_only_once_it_was_waited_for() -> None:
+    x = np.arange(1, 33, dtype=np.float32)
+    copies = "SHARED(float, held, 64); copy_async<4>(held + tid, x + tid); close_copies();"
+    copies += "copy_async<4>(held + 32 + tid, x + tid, tid < 16); close_copies();"
+
+    def copied(wait: str, start: int) -> np.ndarray:
+        return run(f"{copies} {wait} out[tid] = held[{start} + tid];", x, threads=32, headers=("tensor_host.h",))
+
+    np.testing.assert_array_equal(copied("wait_for_copies<1>();", 0), x)
+    assert np.isnan(copied("wait_for_copies<1>();", 32)).all()
+    np.testing.assert_array_equal(copied("wait_for_copies<0>();", 32), np.where(x <= 16, x, 0))
 
 
 def test_what_a_kernel_leaves_unwritten_is_not_a_number() -> None:

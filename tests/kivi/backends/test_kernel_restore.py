@@ -36,7 +36,7 @@ CASES = {
 def expected(case: Case, exact: Exact, rows: list[Counts], columns: int) -> list[mx.array]:
     """Return keys and values put together from the exact twin of a history, whose capacities are Case's."""
     code_start = case.sinks
-    window_start = code_start + case.codes + case.spare * case.group_size
+    window_start = code_start + case.capacity
     results = []
     for tokens in (exact.keys, exact.values):
         parts = []
