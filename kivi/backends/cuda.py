@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import cast
 
 import mlx.core as mx
 
 from kivi.backends import Availability, Name
 from kivi.backends.kernel import Launch, Program
-from kivi.backends.kernel_tensor import TensorBackend
+from kivi.backends.kernel_tensor import DECLARED_BYTES, TensorBackend
+
+# KiB of shared memory that a threadgroup may have, by architecture (CUDA C++ Programming Guide, technical specifications per
+# compute capability); all others since sm_80, the first with asynchronous copies and these products, have 99.
+SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+LEAST_SHARED_KIB = 99
 
 
 class CudaTarget:
@@ -26,6 +32,11 @@ class CudaTarget:
         mx.bfloat16: "__nv_bfloat16",
     }
 
+    @cached_property
+    def shared_limit(self) -> int:
+        """Bytes of shared memory that a threadgroup may have on the GPU; 0 where there are no tensor cores of this kind."""
+        return shared_limit(str(mx.device_info(mx.Device(mx.gpu))["architecture"]))
+
     def build(self, program: Program) -> Launch:
         launch = mx.fast.cuda_kernel(
             name=program.name,
@@ -39,12 +50,18 @@ class CudaTarget:
         return cast("Launch", launch)
 
 
+def shared_limit(architecture: str) -> int:
+    """Return the bytes of shared memory that a threadgroup may have on an architecture, e.g. ``sm_90``; 0 before ``sm_80``."""
+    number = int(architecture.removeprefix("sm_"))
+    return SHARED_KIB.get(number, LEAST_SHARED_KIB if number >= min(SHARED_KIB) else 0) * 1024
+
+
 def _shared_memory(wanted: int) -> int:
     """Return what to ask MLX for: it lifts CUDA's limit of 48 KiB a threadgroup only for 48,000 bytes and more.
 
-    The limit also counts what the body declares itself, which is less than 16 KiB.
+    The limit also counts what the body declares itself, which is at most DECLARED_BYTES.
     """
-    return wanted if wanted <= 32 * 1024 else max(wanted, 48 * 1024)
+    return wanted if wanted + DECLARED_BYTES <= 48 * 1024 else max(wanted, 48 * 1024)
 
 
 def available() -> Availability:

@@ -136,7 +136,11 @@ def decode_attention(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`. A query that sees nothing gets zeros."""
-    call = describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
+    return attend_portably(target, describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks), sinks)
+
+
+def attend_portably(target: Target, call: Call, sinks: mx.array | None) -> mx.array:
+    """Run the portable body on a call."""
     return attend(target, ATTENTION, call, _plan(call.shapes), sinks)
 
 

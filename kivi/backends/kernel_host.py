@@ -43,6 +43,7 @@ class HostTarget:
         "const Uint3 group = current_group; const uint tid = current_thread, lane = tid % 32, simd = tid / 32;"
         " (void)group; (void)lane; (void)simd;"
     )
+    shared_limit = 227 * 1024  # an H100's
     type_names = {  # noqa: RUF012
         mx.float32: "float",
         mx.float16: "float16_t_",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -25,7 +26,6 @@ from kivi.backends.kernel_attention import (
     describe,
 )
 from kivi.backends.kernel_backend import KernelBackend
-from kivi.quantize import padded_length
 
 MOST_CHANNELS = 128  # a SIMD group's lanes prepare four of a query each, and products tell four chunks of values apart
 QUERY_TILES = (1, 2, 4)
@@ -35,6 +35,7 @@ SIMDS = 4  # SIMD groups a threadgroup
 # Capacity of codes from which tensor cores are used, by the bits of keys or values, whichever are more: with less, most SIMD
 # groups of a threadgroup have no tile, and the portable body is faster.
 LEAST_CODES = {2: 2 * TENSOR_TILE_TOKENS, 4: 3 * TENSOR_TILE_TOKENS, 8: 3 * TENSOR_TILE_TOKENS}
+DECLARED_BYTES = 16 * 1024  # of shared memory that the portable body declares itself, at most
 MULTIPROCESSORS = 132  # of an H100 or H200; three threadgroups run on one at a time
 IDLE = 0.8  # how much longer one takes alone than a third of three
 BEGINNING = 0.25  # what a threadgroup takes to begin and to end, in tiles
@@ -49,6 +50,17 @@ TENSOR = Kernel(
 )
 
 
+class TensorTarget(Target, Protocol):
+    """A target with tensor cores.
+
+    Attributes:
+        shared_limit: Bytes of memory that a threadgroup may have.
+    """
+
+    @property
+    def shared_limit(self) -> int: ...
+
+
 class TensorBackend(KernelBackend):
     """A kernel backend whose attention uses tensor cores where they fit: 16-bit queries and parameters, up to 128 channels.
 
@@ -57,8 +69,9 @@ class TensorBackend(KernelBackend):
         least_codes: Capacity of codes, in tokens, from which tensor cores are used, by bits.
     """
 
-    def __init__(self, target: Target, least_codes: Mapping[int, int] = LEAST_CODES) -> None:
+    def __init__(self, target: TensorTarget, least_codes: Mapping[int, int] = LEAST_CODES) -> None:
         super().__init__(target)
+        self.tensor_target = target
         self.least_codes = least_codes
 
     def decode_attention(
@@ -71,37 +84,25 @@ class TensorBackend(KernelBackend):
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        attention = decode_attention if fits(queries, history, self.least_codes) else kernel_attention.decode_attention
-        return attention(self.target, queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
+        call = describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
+        if self._fits(call.shapes, history):
+            return attend(self.target, TENSOR, call, _plan(call.shapes), sinks)
+        return kernel_attention.attend_portably(self.target, call, sinks)
 
+    def _fits(self, shapes: Shapes, history: History) -> bool:
+        """Return whether the tensor-core body takes the shapes and dtypes, has enough to do, and room in shared memory.
 
-def fits(queries: mx.array, history: History, least_codes: Mapping[int, int]) -> bool:
-    """Return whether the tensor-core body takes the shapes and dtypes, and has enough to do.
-
-    It rounds folded scales and weights to float16, which float32 queries would see. It copies whole tiles, aligned, which the
-    capacities of a cache (:data:`kivi.storage.CODE_STEP`) allow.
-    """
-    if history.keys is None or history.keys.scale.dtype != mx.float16 or queries.dtype == mx.float32:
-        return False
-    key_channels, value_channels = queries.shape[-1], padded_length(history.window_values.shape[-1], history.group_size)
-    room = history.keys.scale.shape[-1] * history.group_size
-    whole = room % TENSOR_TILE_TOKENS == 0 and room >= least_codes[max(history.key_bits, history.value_bits)]
-    return whole and key_channels % 16 == 0 and max(key_channels, value_channels) <= MOST_CHANNELS
-
-
-def decode_attention(
-    target: Target,
-    queries: mx.array,
-    history: History,
-    *,
-    scale: float,
-    causal: bool,
-    mask: mx.array | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`."""
-    call = describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
-    return attend(target, TENSOR, call, _plan(call.shapes), sinks)
+        It rounds folded scales and weights to float16, which float32 queries would see. It copies whole tiles, aligned, which
+        the capacities of a cache (:data:`kivi.storage.CODE_STEP`) allow.
+        """
+        if history.keys is None or history.keys.scale.dtype != mx.float16 or shapes.dtype == mx.float32:
+            return False
+        enough = shapes.code_room >= self.least_codes[max(shapes.key_bits, shapes.value_bits)]
+        if not enough or shapes.code_room % TENSOR_TILE_TOKENS or shapes.key_channels % 16:
+            return False
+        if max(shapes.key_channels, shapes.value_padded) > MOST_CHANNELS:
+            return False
+        return _shared_bytes(shapes, _query_tile(shapes)) + DECLARED_BYTES <= self.tensor_target.shared_limit
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +127,7 @@ def _cut(shapes: Shapes) -> Split:
 
     By capacity, never by counts, which may be on the GPU only.
     """
-    query_tile = next((tile for tile in QUERY_TILES if tile >= shapes.rows), QUERY_TILES[-1])
+    query_tile = _query_tile(shapes)
     query_tiles = -(-shapes.rows // query_tile)
     tiles = -(-shapes.code_room // TENSOR_TILE_TOKENS)
 
@@ -137,6 +138,10 @@ def _cut(shapes: Shapes) -> Split:
 
     splits = min(range(1, min(-(-tiles // SIMDS), MOST_SPLITS) + 1), key=time)
     return Split(query_tile, query_tiles, splits, lone=False)
+
+
+def _query_tile(shapes: Shapes) -> int:
+    return next((tile for tile in QUERY_TILES if tile >= shapes.rows), QUERY_TILES[-1])
 
 
 def _shared_bytes(shapes: Shapes, queries: int) -> int:

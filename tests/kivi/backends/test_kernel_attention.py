@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from kivi.backends import ATTENTION_BOUND, Backend, BackendError, History, kernel_attention, kernel_tensor
+from kivi.backends.kernel import compiled_variants
+from kivi.backends.kernel_host import HostTarget
+from kivi.backends.kernel_tensor import TensorBackend
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
@@ -175,6 +178,25 @@ def test_a_non_finite_group_shows_in_the_result(backend: Backend) -> None:
     assert history.keys is not None
     broken = dataclasses.replace(history, keys=history.keys._replace(scale=_spoil(history.keys.scale, 3, 2)))
     assert mx.any(mx.isnan(backend.decode_attention(queries, broken, scale=0.1, causal=True, mask=None, sinks=None))).item()
+
+
+def test_tensor_cores_are_left_where_a_threadgroup_has_too_little_memory_or_tokens_too_little_room() -> None:
+    class SmallTarget(HostTarget):
+        shared_limit = 99 * 1024
+
+    def bodies(**changes: int) -> set[str]:
+        target = SmallTarget()
+        queries, history, _ = build(Case(heads=1, key_channels=128, value_channels=128, **changes))
+        TensorBackend(target).decode_attention(queries, history, scale=0.1, causal=True, mask=None, sinks=None)
+        return {name.removeprefix("kivi_").rpartition("_")[0] for name in compiled_variants(target)}
+
+    portable = {"attention", "attention_merge"}
+    tensor = {"attention_tensor", "attention_merge"}
+    assert bodies(codes=480) == tensor
+    assert bodies(codes=480, key_bits=4) == portable
+    assert bodies(codes=736, key_bits=4) == tensor
+    assert bodies(codes=736, key_bits=8, value_bits=8) == portable
+    assert bodies(codes=192) == portable
 
 
 def test_query_heads_must_be_a_multiple_of_kv_heads(backend: Backend) -> None:

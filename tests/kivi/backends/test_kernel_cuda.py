@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kivi.backends.cuda import CudaTarget
+import pytest
+
+from kivi.backends.cuda import CudaTarget, shared_limit
 from kivi.backends.kernel import compose
 from kivi.backends.kernel_quantize import PACK_KEYS
 
@@ -18,3 +20,8 @@ def test_a_program_has_its_own_name_for_every_text() -> None:
         for dtype in (mx.float16, mx.bfloat16)
     }
     assert len(names) == 4
+
+
+@pytest.mark.parametrize(("architecture", "kib"), [("sm_75", 0), ("sm_80", 163), ("sm_86", 99), ("sm_90", 227), ("sm_120", 99)])
+def test_memory_of_a_threadgroup_is_known_by_architecture(architecture: str, kib: int) -> None:
+    assert shared_limit(architecture) == kib * 1024
