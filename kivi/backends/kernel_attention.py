@@ -161,12 +161,15 @@ def describe(
     """Return the shapes and buffers of a call.
 
     Raises:
-        BackendError: the query heads are no multiple of the KV heads.
+        BackendError: the query heads are no multiple of the KV heads, or a token's values have more words than threads.
     """
     batch, query_heads, length, key_channels = queries.shape
     _, heads, window_room, value_channels = history.window_values.shape
     if query_heads % heads:
         raise BackendError(f"{query_heads} query heads on {heads} KV heads: expected a multiple")
+    value_bits, widest = history.value_bits, THREADS * 32 // history.value_bits
+    if padded_length(value_channels, history.group_size) > widest:
+        raise BackendError(f"{value_channels} channels of values in {value_bits} bits: expected at most {widest}")
     counts, count_stride = stack_counts((history.code_count, history.sink_count, history.window_count), batch)
     mask_array, mask_strides = _mask(mask)
     shapes = Shapes(

@@ -33,12 +33,15 @@ UNITS = {1: 2, 2: 2, 4: 4}  # by the queries of a tile: those that share a produ
 MOST_PORTABLE_QUERIES = 2  # at a time in the portable body of this grid: with more its registers would limit both
 SIMDS = 4  # SIMD groups a threadgroup
 # Capacity of codes from which tensor cores are used, by the bits of keys or values, whichever are more: with less, most SIMD
-# groups of a threadgroup have no tile, and the portable body is faster.
-LEAST_CODES = {2: 2 * TENSOR_TILE_TOKENS, 4: 3 * TENSOR_TILE_TOKENS, 8: 3 * TENSOR_TILE_TOKENS}
-DECLARED_BYTES = 16 * 1024  # of shared memory that the portable body declares itself, at most
-MULTIPROCESSORS = 132  # of an H100 or H200; three threadgroups run on one at a time
-IDLE = 0.8  # how much longer one takes alone than a third of three
-BEGINNING = 0.25  # what a threadgroup takes to begin and to end, in tiles
+# groups of a threadgroup have no tile, and the portable body is faster. Scales of 8 bits are so small that a float16 loses
+# digits of their products with weights.
+LEAST_CODES = {2: 2 * TENSOR_TILE_TOKENS, 4: 3 * TENSOR_TILE_TOKENS}
+DECLARED_BYTES = 8 * 1024  # of shared memory that the portable body declares itself, at most
+# The model by which codes are cut, fitted to trials on an H200. Threadgroups share a multiprocessor: n of them take
+# n + IDLE / n times one's share of a full one, which is its turns of tiles and BEGINNING more.
+MULTIPROCESSORS = 132
+IDLE = 0.8
+BEGINNING = 0.25
 
 TENSOR = Kernel(
     "attention_tensor",
@@ -66,7 +69,7 @@ class TensorBackend(KernelBackend):
 
     Args:
         target: Where the kernels run.
-        least_codes: Capacity of codes, in tokens, from which tensor cores are used, by bits.
+        least_codes: Capacity of codes, in tokens, from which tensor cores are used, by bits; with other bits they are not.
     """
 
     def __init__(self, target: TensorTarget, least_codes: Mapping[int, int] = LEAST_CODES) -> None:
@@ -95,10 +98,12 @@ class TensorBackend(KernelBackend):
         It rounds folded scales and weights to float16, which float32 queries would see. It copies whole tiles, aligned, which
         the capacities of a cache (:data:`kivi.storage.CODE_STEP`) allow.
         """
-        if history.keys is None or history.keys.scale.dtype != mx.float16 or shapes.dtype == mx.float32:
+        if history.keys is None or history.values is None or shapes.dtype == mx.float32:
             return False
-        enough = shapes.code_room >= self.least_codes[max(shapes.key_bits, shapes.value_bits)]
-        if not enough or shapes.code_room % TENSOR_TILE_TOKENS or shapes.key_channels % 16:
+        if {history.keys.scale.dtype, history.values.scale.dtype} != {mx.float16}:
+            return False
+        least = self.least_codes.get(max(shapes.key_bits, shapes.value_bits))
+        if least is None or shapes.code_room < least or shapes.code_room % TENSOR_TILE_TOKENS or shapes.key_channels % 16:
             return False
         if max(shapes.key_channels, shapes.value_padded) > MOST_CHANNELS:
             return False

@@ -9,8 +9,8 @@ FN float code_as_mantissa(uint word, int shift) {
   return as_float((moved & mask) | 0x3f800000u);
 }
 
-// exp2(x - maximum), 0 when nothing was seen yet.
-FN float weight_of(float x, float maximum) { return maximum == -INFINITY_F ? 0.0f : exp2_f(x - maximum); }
+// exp2(x - maximum), 0 for what must not be seen; NaN stays NaN, also where there is nothing else and the maximum is -infinity.
+FN float weight_of(float x, float maximum) { return x == -INFINITY_F ? 0.0f : exp2_f(x - maximum); }
 
 // What an output that is not yet divided by its sum is multiplied by; `sink` is the logit of an attention sink or -infinity.
 // A query that sees nothing gets 0.

@@ -38,18 +38,18 @@ struct Deal {
 };
 
 // What a lane reads for a step of 16 rows of M.
-template <int BITS, int UNITS, int QUERIES_>
+template <int BITS, int UNITS>
 struct Step {
   uint word[UNITS / 2][4][Deal<BITS, UNITS>::WORDS], scale[4], zero[4];
   uint x[2], row[2];
 };
 
-// sums[set * PRODUCTS + m] += x M of STEPS times 16 rows, and zero_sums += x times zeros, for one or for UNITS queries. `x` has
+// sums[set * PRODUCTS + m] += x M of STEPS times 16 rows, and zero_sums += x times zeros, for COUNT queries, one or UNITS. `x` has
 // pairs of float16 in the order of slots, PITCH words a query. A step is read while the one before it is multiplied.
-template <int BITS, int UNITS, int QUERIES_, int STEPS, int ROW_WORDS, int PARAMS, int PITCH>
+template <int BITS, int UNITS, int COUNT, int STEPS, int ROW_WORDS, int PARAMS, int PITCH>
 FN void add_product(const uint* words, const PARAM* scale, const PARAM* zero, const uint* x, uint lane, float (*sums)[4], float* zero_sums) {
   typedef Deal<BITS, UNITS> Dealt;
-  typedef Step<BITS, UNITS, QUERIES_> Read;
+  typedef Step<BITS, UNITS> Read;
   const uint row8 = lane / 4, pair4 = lane % 4, unit = row8 % UNITS;
   const uint phase = unit % Dealt::PHASES;
   const uint low = phase ? 0x6521u : 0x5410u, high = phase ? 0x7733u : 0x7632u;
@@ -57,11 +57,11 @@ FN void add_product(const uint* words, const PARAM* scale, const PARAM* zero, co
   const bool PAIRED = Dealt::SETS == 2 && GROUP == 32;
   const uint chunk = Dealt::chunk(row8);
   // A lone query leaves every second column free: there zeros take the place of scales, and a matrix of ones sums them up.
-  const PARAM* scales_here = (QUERIES_ == 1 && unit ? zero : scale) + pair4 * PARAMS + chunk * 32 / GROUP;
+  const PARAM* scales_here = (COUNT == 1 && unit ? zero : scale) + pair4 * PARAMS + chunk * 32 / GROUP;
   const PARAM* zeros_here = zero + pair4 * PARAMS + row8 % 4 * 32 / GROUP;
   const uint* words_here = words + pair4 * ROW_WORDS + chunk * BITS + Dealt::word(row8);
-  const uint* x_here = x + (QUERIES_ == 1 ? 0 : unit) * PITCH + pair4 * 2;
-  const uint* row_here = x + row8 % QUERIES_ * PITCH + pair4 * 2;
+  const uint* x_here = x + (COUNT == 1 ? 0 : unit) * PITCH + pair4 * 2;
+  const uint* row_here = x + row8 % COUNT * PITCH + pair4 * 2;
 
   const auto read = [&](Read& to) {
     UNROLL
@@ -74,7 +74,7 @@ FN void add_product(const uint* words, const PARAM* scale, const PARAM* zero, co
       for (int set = 0; set < Dealt::SETS; set++) load_words<Dealt::WORDS>(words_here + c * 4 * ROW_WORDS + set * BITS, to.word[set][c]);
     }
     load_words<2>(x_here, to.x);
-    if (QUERIES_ > 1) {
+    if (COUNT > 1) {
       UNROLL
       for (int c = 0; c < 4; c++) to.zero[c] = half_bits(zeros_here[c * 4 * PARAMS]);
       load_words<2>(row_here, to.row);
@@ -91,7 +91,7 @@ FN void add_product(const uint* words, const PARAM* scale, const PARAM* zero, co
       const uint side = PAIRED && set ? 0x7632u : 0x5410u;
       const uint first = half2_multiply(pick_bytes(from.scale[0], from.scale[1], side), from.x[0]);
       const uint second = half2_multiply(pick_bytes(from.scale[2], from.scale[3], side), from.x[1]);
-      if (QUERIES_ == 1) mma_f16(zero_sums, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, first, second);
+      if (COUNT == 1) mma_f16(zero_sums, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, first, second);
       UNROLL
       for (uint j = 0; j < Dealt::WORDS; j++) {
         uint pairs[4];
@@ -115,7 +115,7 @@ FN void add_product(const uint* words, const PARAM* scale, const PARAM* zero, co
         }
       }
     }
-    if (QUERIES_ > 1) {
+    if (COUNT > 1) {
       // Rows are queries, columns chunks.
       const uint first = pick_bytes(from.zero[0], from.zero[1], 0x5410u), second = pick_bytes(from.zero[2], from.zero[3], 0x5410u);
       mma_f16(zero_sums, from.row[0], 0, from.row[1], 0, first, second);

@@ -3,9 +3,10 @@
 #define ROLLED _Pragma("unroll 1")
 #define UNROLL_STEPS _Pragma("unroll 4")
 
-// c += a b for a 16 x 16 (rows), b 16 x 8 (columns), float16 in, float32 out. Subnormal inputs are kept.
+// c += a b for a 16 x 16 (rows), b 16 x 8 (columns), float16 in, float32 out. Subnormal inputs are kept. Volatile, lest a compiler
+// move it to where some lanes need the result: all 32 must take part.
 FN void mma_f16(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

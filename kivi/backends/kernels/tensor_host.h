@@ -1,5 +1,7 @@
 // What attention_tensor uses beyond the dialect, for the host: matrix fragments are exchanged among the lanes.
 
+#include <algorithm>
+
 #define ROLLED
 #define UNROLL_STEPS
 

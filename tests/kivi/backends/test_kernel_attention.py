@@ -173,16 +173,30 @@ def test_a_history_without_codes_is_attended_to(backend: Backend) -> None:
     assert largest_error(actual, reference(queries, exact, 0.125, causal=True)) < ATTENTION_BOUND[mx.float16]
 
 
-def test_a_non_finite_group_shows_in_the_result(backend: Backend) -> None:
-    queries, history, _ = build(Case(codes=96, key_channels=128, value_channels=128))
-    assert history.keys is not None
-    broken = dataclasses.replace(history, keys=history.keys._replace(scale=_spoil(history.keys.scale, 3, 2)))
-    assert mx.any(mx.isnan(backend.decode_attention(queries, broken, scale=0.1, causal=True, mask=None, sinks=None))).item()
+@pytest.mark.parametrize("queries_a_head", [1, 4])
+@pytest.mark.parametrize("codes", [96, 544])
+def test_what_is_not_finite_shows_in_the_result(backend: Backend, codes: int, queries_a_head: int) -> None:
+    case = Case(codes=codes, queries_a_head=queries_a_head, key_channels=128, value_channels=128)
+    queries, history, _ = build(case)
+    assert history.keys is not None and history.values is not None
+    arguments = {"scale": 0.1, "causal": True, "mask": None, "sinks": None}
+    for spoilt in (
+        dataclasses.replace(history, keys=history.keys._replace(scale=_spoil(history.keys.scale, 3, 2))),
+        dataclasses.replace(history, values=history.values._replace(zero=_spoil(history.values.zero, 2, 50))),
+    ):
+        assert mx.any(mx.isnan(backend.decode_attention(queries, spoilt, **arguments))).item()
+    assert mx.all(mx.isnan(backend.decode_attention(queries * float("nan"), history, **arguments))).item()
+
+
+def test_values_wider_than_a_threadgroup_are_refused(backend: Backend) -> None:
+    queries, history, _ = build(Case(value_channels=576, value_bits=8, codes=32))
+    with pytest.raises(BackendError, match="576 channels of values in 8 bits: expected at most 512"):
+        backend.decode_attention(queries, history, scale=1.0, causal=True, mask=None, sinks=None)
 
 
 def test_tensor_cores_are_left_where_a_threadgroup_has_too_little_memory_or_tokens_too_little_room() -> None:
     class SmallTarget(HostTarget):
-        shared_limit = 99 * 1024
+        shared_limit = 90 * 1024
 
     def bodies(**changes: int) -> set[str]:
         target = SmallTarget()
@@ -195,7 +209,8 @@ def test_tensor_cores_are_left_where_a_threadgroup_has_too_little_memory_or_toke
     assert bodies(codes=480) == tensor
     assert bodies(codes=480, key_bits=4) == portable
     assert bodies(codes=736, key_bits=4) == tensor
-    assert bodies(codes=736, key_bits=8, value_bits=8) == portable
+    assert bodies(codes=736, key_bits=4, value_bits=4) == portable
+    assert bodies(codes=1504, key_bits=8) == portable
     assert bodies(codes=192) == portable
 
 
