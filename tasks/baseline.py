@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from mlflow.entities import Run, ViewType
+from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from prefect import task
@@ -32,6 +32,7 @@ from tasks.config import Config, Tolerances
 from tasks.night import AD_HOC, Night
 from tasks.plan import content_hash
 from tasks.regression import Comparison, Pair, compare
+from tasks.runs import all_runs
 from tasks.track import find_cells, find_nights
 from tasks.tracking_store import TrackingStore
 
@@ -249,35 +250,6 @@ def _why_not(store: TrackingStore, run: Run) -> tuple[str, CellResult | None]:
     except BaselineError as error:
         return str(error), None
     return ("", result) if result.audit.passed else ("its cache failed the audit, and what lies is no baseline", None)
-
-
-def all_runs(
-    store: TrackingStore, filter_string: str, *, most: int = 0, superseded: bool = False, experiments: Sequence[str] = ()
-) -> list[Run]:
-    """Return the runs that match, newest first.
-
-    Args:
-        store: The store.
-        filter_string: In MLflow's language.
-        most: The most runs to return; 0 for all.
-        superseded: Return superseded ones, too.
-        experiments: Ids of experiments to look in instead of the store's own.
-    """
-    runs: list[Run] = []
-    token = None
-    while True:
-        page = store.client.search_runs(
-            list(experiments) or [store.experiment_id],
-            filter_string=filter_string,
-            run_view_type=ViewType.ACTIVE_ONLY,
-            order_by=["attributes.start_time DESC"],
-            page_token=token,
-            **({"max_results": 2 * most} if most else {}),
-        )
-        runs.extend(run for run in page if superseded or "kivi.superseded" not in run.data.tags)
-        token = page.token
-        if not token or (most and len(runs) >= most):
-            return runs[:most] if most else runs
 
 
 def _time(run: Run, tag: str) -> str:

@@ -14,7 +14,8 @@ from pydantic import Field
 
 from tasks.config import Config
 from tasks.escape import visible
-from tasks.track import POINTS_A_BATCH, close_stale, search, writer_tag
+from tasks.runs import search
+from tasks.track import POINTS_A_BATCH, close_stale, writer_tag
 from tasks.tracking_store import TrackingStore
 
 NOTE_LENGTH = 8000  # MLflow's limit of a tag, which a description is

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag, ViewType
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -21,6 +21,7 @@ from tasks.escape import visible
 from tasks.figures import cell_figure
 from tasks.gate import Verdict
 from tasks.night import Night, Outcome, PromptSource, digest
+from tasks.runs import search
 from tasks.tracking_store import TrackingStore
 
 if TYPE_CHECKING:
@@ -331,25 +332,6 @@ def _supersede(store: TrackingStore, run: Run, by: str) -> None:
     client.update_run(run_id, name=f"{run.info.run_name} (superseded)")
     if run.info.status == "RUNNING":
         client.set_terminated(run_id, "KILLED")
-
-
-def search(store: TrackingStore, tags: Mapping[str, str], extra: str = "") -> list[Run]:
-    """Return the runs with all of ``tags`` that were not superseded, newest first."""
-    clauses = [f"tags.`{name}` = '{value}'" for name, value in tags.items()]
-    runs: list[Run] = []
-    token = None
-    while True:
-        page = store.client.search_runs(
-            [store.experiment_id],
-            filter_string=" AND ".join([*clauses, *([extra] if extra else [])]),
-            run_view_type=ViewType.ACTIVE_ONLY,
-            order_by=["attributes.start_time DESC"],
-            page_token=token,
-        )
-        runs.extend(run for run in page if "kivi.superseded" not in run.data.tags)
-        token = page.token
-        if not token:
-            return runs
 
 
 track = task(name="track", cache_policy=NO_CACHE)(log_night)
