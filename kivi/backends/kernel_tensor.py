@@ -72,9 +72,10 @@ class TensorBackend(KernelBackend):
         least_codes: Capacity of codes, in tokens, from which tensor cores are used, by bits; with other bits they are not.
     """
 
+    target: TensorTarget
+
     def __init__(self, target: TensorTarget, least_codes: Mapping[int, int] = LEAST_CODES) -> None:
         super().__init__(target)
-        self.tensor_target = target
         self.least_codes = least_codes
 
     def decode_attention(
@@ -107,7 +108,7 @@ class TensorBackend(KernelBackend):
             return False
         if max(shapes.key_channels, shapes.value_padded) > MOST_CHANNELS:
             return False
-        return _shared_bytes(shapes, _query_tile(shapes)) + DECLARED_BYTES <= self.tensor_target.shared_limit
+        return _shared_bytes(shapes, _query_tile(shapes)) + DECLARED_BYTES <= self.target.shared_limit
 
 
 @lru_cache(maxsize=1024)
