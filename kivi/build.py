@@ -147,6 +147,7 @@ def _plan_layers(model: Module, spec: CacheSpec) -> Plan:
     able = {index for index, cache in enumerate(own) if type(cache) is KVCache}
     on_codes = {index for index in able if wanted[index].kind == "kivi"}
     if on_codes:
+        _require_one_machine(model)
         able -= _unable_layers(model, own, on_codes)
     if not able and spec.kind != "full":
         kinds = ", ".join(sorted({type(cache).__name__ for cache in own}))
@@ -161,6 +162,12 @@ def _plan_layers(model: Module, spec: CacheSpec) -> Plan:
         for dim in sorted(_head_dims(model, own, able)):
             _require_whole_words(_name(model), dim, spec)
     return [layer if index in able and layer.kind != "full" else None for index, layer in enumerate(wanted)]
+
+
+def _require_one_machine(model: Module) -> None:
+    """Refuse a pipeline over several machines: its models hand on the arrays that an ordinary cache holds."""
+    if any(getattr(module, "pipeline_size", 1) > 1 for module in model.modules()):  # type: ignore[no-untyped-call]
+        raise AttentionError(f"{_name(model)}: its layers are spread over several machines, which wants kind full")
 
 
 def _head_dims(model: Module, own: Sequence[Any], layers: set[int]) -> set[int]:

@@ -72,6 +72,12 @@ class LoadedModel:
     config: dict[str, Any]
     origin: Origin | None = None
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """What the config says of the language model, which a model of several kinds of input has in a part of its own."""
+        text: dict[str, Any] = self.config.get("text_config", self.config)
+        return text
+
 
 def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str = "auto") -> LoadedModel:
     """Load a model and its tokenizer.
@@ -239,7 +245,7 @@ def _check_folder(folder: Path, name: str) -> None:
         raise ModelError(f"model {name!r} wants to run code of its own, which is never done")
     kind = config.get("model_type")
     module = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else None
-    if module is None or not module.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
+    if module is None or not re.fullmatch(r"[\w-]+", module) or importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
         raise ModelError(f"model {name!r}: mlx-lm knows no model_type {kind!r}")
     present = {path.name for path in _weight_files(folder)}
     if not present:

@@ -81,7 +81,7 @@ class LayerSpec(BaseModel):
 class CacheSpec(BaseModel):
     """A KV cache, in the terms of the KIVI paper (arXiv:2402.02750, section 3).
 
-    Lengths count tokens. A spec is frozen and hashable by its ``slug``; two specs with the same slug build the same cache.
+    Lengths count tokens. A spec is frozen; two specs with the same ``slug`` build the same cache.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -160,7 +160,7 @@ class CacheSpec(BaseModel):
     def _merge(self, layer: LayerSpec) -> CacheSpec:
         changes = layer.model_dump(exclude_none=True)
         if changes.get("kind") == "full":
-            return CacheSpec(kind="full")
+            return CacheSpec(**changes)
         return CacheSpec(**{**self.model_dump(exclude={"layers"}), **changes})
 
     def for_layer(self, index: int, count: int) -> CacheSpec:

@@ -206,6 +206,11 @@ class ExactStore(Store):
         """Remove the oldest ``count`` tokens."""
         self._move(count, self.count, max(self.room, self.count - count))
 
+    def shrink(self) -> None:
+        """Give back what was allocated for more tokens than ``room`` and are no longer there."""
+        if self.capacity > max(self.room, self.count):
+            self.drop_first(0)
+
     def truncate(self, count: int) -> None:
         """Keep the oldest ``count`` tokens; the others leave zeros, since attention weights them with 0 and 0 x NaN is NaN."""
         if count < self.count and self.values is not None:

@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 if the measurement or its audit failed, or 2 if it could not begin."""
     options = _parser().parse_args(arguments)
     try:
+        if not options.out.parent.is_dir():
+            raise MeasureError(f"out {str(options.out)!r}: its folder is not there")
         texts = read_texts(options.texts)
         settings = read_settings(options.settings)
         spec = CacheSpec.parse(options.spec)
@@ -50,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (*REFUSALS, *FAILURES) as error:
         print(f"kivi.measure: {error}", file=sys.stderr)  # noqa: T201  the command's answer
         return 2 if isinstance(error, REFUSALS) else 1
-    options.out.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    unfinished = options.out.with_name(options.out.name + ".part")  # a process that ends while it writes spoils nothing
+    unfinished.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(options.out)
     print(f"kivi.measure: wrote {options.out}", file=sys.stderr)  # noqa: T201  the command's answer
     return 0 if result.audit.passed else 1
 

@@ -255,7 +255,7 @@ def _end_tokens(tokenizer: Any) -> set[int]:
 
 
 def _require_context(model: LoadedModel, asked: Sequence[_Asked], settings: AnswerSettings) -> None:
-    limit = model.config.get("max_position_embeddings")
+    limit = model.text_config.get("max_position_embeddings")
     longest = max(len(one.tokens) for one in asked) + settings.tokens
     if limit is not None and longest > limit:
         raise MeasureError(

@@ -121,7 +121,7 @@ class _Clock:
 
 
 def _require_context(model: LoadedModel, settings: MeasureSettings) -> None:
-    limit = model.config.get("max_position_embeddings")
+    limit = model.text_config.get("max_position_embeddings")
     longest = max(settings.score.length, settings.generation.context + settings.generation.steps)
     if limit is not None and longest > limit:
         raise MeasureError(f"{longest} tokens are to be measured, and {model.name!r} was made for {limit}: measure fewer")

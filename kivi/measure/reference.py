@@ -65,12 +65,12 @@ class ReferenceStore:
         keep = self._make_room(len(tokens) * _vocabulary(model) * FLOAT32)
         with _Draft(entry) as draft:
             arm = Arm(model, FULL)
-            for index, (start, stop) in enumerate(reference_blocks(len(tokens))):
+            for index, (start, stop) in enumerate(blocks := reference_blocks(len(tokens))):
                 logits = arm.feed(tokens, [(start, stop)])
                 if keep:
                     mx.save_safetensors(str(draft.folder / f"{index:06d}.safetensors"), {"logits": logits})
+                draft.finished = keep and index == len(blocks) - 1  # before the last one goes out: a reader may not come back
                 yield logits
-            draft.finished = keep
 
     def trajectory(
         self, model: LoadedModel, prompts: Sequence[Sequence[int]], steps: int, step: Callable[[int], None]
@@ -199,5 +199,4 @@ def _load(path: Path) -> dict[str, mx.array]:
 
 
 def _vocabulary(model: LoadedModel) -> int:
-    text = model.config.get("text_config", model.config)
-    return int(text["vocab_size"])
+    return int(model.text_config["vocab_size"])

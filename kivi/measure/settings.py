@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from kivi.measure.scorers import ScorerName
@@ -41,7 +43,7 @@ class ThroughputSettings(Settings):
     """Interleaved timing of all caches of one model."""
 
     rounds: int = Field(3, ge=1, le=100, description="interleaved rounds, each with its own prompt")
-    contexts: tuple[int, ...] = Field((512,), min_length=1, description="prompt tokens of each timing")
+    contexts: tuple[Annotated[int, Field(ge=1)], ...] = Field((512,), min_length=1, description="prompt tokens of each timing")
     steps: int = Field(16, ge=2, le=4096, description="decode steps that are timed")
     isolate: bool = Field(False, description="give each cache of each round a fresh process, which loads the model anew")
 

@@ -129,3 +129,11 @@ def test_making_caches_changes_neither_weights_nor_make_cache(make_model):
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
     assert kinds(mlx_lm_cache.make_prompt_cache(model)) == [KVCache] * 3
+
+
+def test_a_pipeline_over_several_machines_is_refused_in_words(make_model):
+    model = make_model("qwen2")
+    model.model.pipeline_size = 2
+    with pytest.raises(AttentionError, match="qwen2: its layers are spread over several machines, which wants kind full"):
+        make_prompt_cache(model, KIVI)
+    assert kinds(make_prompt_cache(model, CacheSpec(kind="full"))) == [KVCache] * 3

@@ -193,6 +193,11 @@ def test_an_incomplete_folder_is_one_sentence(folder: Path, change: Any, message
     assert "\n" not in str(caught.value)
 
 
+def test_types_of_models_may_have_hyphens(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "lille-130m"}')
+    check_model(str(folder))
+
+
 def test_weights_that_do_not_fit_their_config_are_one_sentence(folder: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded: ") as caught:
         load_model(str(folder))

@@ -83,6 +83,7 @@ def test_layers_differ_through_the_spec():
         ({"layers": {0: {"key_bits": 3}}}, "layers[0]: key_bits=3"),
         ({"layers": {1: {"group_size": 128}}, "sink_length": 32}, "layers[1]: sink_length=32"),
         ({"kind": "full", "layers": {0: {"key_bits": 2}}}, "a full cache takes no options"),
+        ({"layers": {0: {"kind": "full", "key_bits": 2}}}, "layers[0]: a full cache takes no options, got key_bits"),
     ],
 )
 def test_bad_layers_are_refused(fields, says):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,9 @@ def test_no_more_is_measured_than_the_model_was_made_for(measure: Measure, tiny:
     model.config["max_position_embeddings"] = 100
     with pytest.raises(MeasureError, match="128 tokens are to be measured, and 'llama' was made for 100"):
         measure(PACKED, model)
+    several_inputs = replace(model, config={"text_config": model.config})
+    with pytest.raises(MeasureError, match="128 tokens are to be measured, and 'llama' was made for 100"):
+        measure(PACKED, several_inputs)
 
 
 def test_a_deadline_stops_the_cell(measure: Measure) -> None:
@@ -292,6 +296,7 @@ sys.exit(status)
         ({"--texts": "nowhere.txt"}, "texts 'nowhere.txt' cannot be read"),
         ({"--settings": "broken.json"}, "settings 'broken.json': scores: Extra inputs"),
         ({"--dtype": "int4"}, "dtype='int4'"),
+        ({"--out": "missing/result.json"}, "out 'missing/result.json': its folder is not there"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_status_2(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,3 +229,13 @@ def test_chunks_decode_the_embedded_model_as_steps_do(
     scores = score(embedded, [tokens], spec, references=references, monitor=monitor)
     check = check_steps(embedded, tokens, spec, scores, 12, references=references, monitor=monitor)
     assert check.kl_mean_steps == pytest.approx(check.kl_mean_chunks, rel=0.02)
+
+
+def test_a_second_score_finds_the_logits_of_the_first(tiny: Tiny, tmp_path: Path, monitor: Monitor) -> None:
+    tokens, model = draw_tokens(161), tiny()
+    first = score(model, [tokens], PACKED, references=ReferenceStore(tmp_path, 10**9), monitor=monitor)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert kept
+    second = score(model, [tokens], PACKED, references=ReferenceStore(tmp_path, 10**9), monitor=monitor)
+    assert np.array_equal(first.kl, second.kl)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == kept

@@ -27,7 +27,10 @@ def test_a_score_is_a_share_and_the_answer_itself_is_right(name: ScorerName, ans
 
 @pytest.mark.parametrize(
     ("text", "right"),
-    [("2069", 1), (" 2069.", 1), ("It is (2069)", 1), ("20691", 0), ("12069", 0), ("206 9", 0), ("x2069", 0), ("", 0)],
+    [
+        *[("2069", 1), (" 2069.", 1), ("It is (2069)", 1), ("20691", 0), ("12069", 0), ("206 9", 0), ("x2069", 0), ("", 0)],
+        *[("1,2069", 0), ("12.2069", 0), ("2069.5", 0), ("2069,1", 0), ("no, 2069", 1), ("2069, it is", 1)],
+    ],
 )
 def test_a_planted_fact_is_found_whole(text: str, right: float) -> None:
     assert score("planted_fact", "2069", text) == right
