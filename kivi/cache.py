@@ -57,12 +57,13 @@ class KIVICache:
     exact sinks, and a window of ``residual_length + group_size``; beside them, until the next call or question, the tokens of a
     longer call.
 
-    Trimming within the window is exact. Trimmed tokens of the last call leave no trace; after those of earlier calls the
-    frontier stays, so it may run ahead of the formula above by as many groups as were trimmed, rounded up. Trimming into the
-    codes keeps whole groups as they are; the tokens of the group that was cut return to the window as they were rounded, at
-    most ``group_size - 1`` of them, and are rounded again when their group is full. That second rounding moves a key by at most
-    half the new group's scale, its zero's rounding to ``param_dtype`` apart; it leaves a value as it is, but for the rounding
-    of ``param_dtype`` and of the cache's dtype: its group is one token's.
+    Trimming within the window is exact. Tokens of the last call that are trimmed leave no trace, but for the call's first,
+    whose query has seen its groups; after that and after earlier calls' tokens the frontier stays, so it may run ahead of
+    the formula above by as many groups as were trimmed, rounded up. Trimming into the codes keeps whole groups as they are;
+    the tokens of the group that was cut return to the window as they were rounded, at most ``group_size - 1`` of them, and
+    are rounded again when their group is full. That second rounding moves a key by at most half the new group's scale, its
+    zero's rounding to ``param_dtype`` apart; it leaves a value as it is, but for the rounding of ``param_dtype`` and of the
+    cache's dtype: its group is one token's.
 
     Args:
         spec: A spec with ``kind="kivi"``, without settings by layer.

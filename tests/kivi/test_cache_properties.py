@@ -117,7 +117,7 @@ def spare_bound(cache: KIVICache) -> float:
     prompt=st.integers(1, 200),
 )
 def test_after_drafts_and_trims_within_the_window_codes_are_those_of_the_surviving_tokens(what, drafts, prompt):
-    """As in speculative decoding: append k, trim j, again and again across flushes."""
+    """As in speculative decoding: append k, trim j < k, again and again across flushes."""
     survivors = tokens(prompt)
     cache = KIVICache(what)
     cache.update_and_fetch(*survivors)
@@ -125,8 +125,9 @@ def test_after_drafts_and_trims_within_the_window_codes_are_those_of_the_survivi
         draft = tokens(appended, seed=index)
         cache.update_and_fetch(*draft)
         cache.attend(mx.ones((1, 2, appended, 16)), scale=0.2, mask="causal")
-        trimmed = min(trimmed, appended)
+        trimmed = min(trimmed, appended - 1)
         assert cache.trim(trimmed) == trimmed
+        assert cache.frontier == min(cache.offset, what.sink_length) + what.quantized_tokens(cache.offset)
         kept = cut(draft, 0, appended - trimmed)
         survivors = tuple(mx.concatenate(pair, axis=-2) for pair in zip(survivors, kept, strict=True))
     assert cache.offset == survivors[0].shape[-2]
