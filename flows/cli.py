@@ -194,13 +194,13 @@ def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:
     Raises:
         BackendError: a backend that is required is not available.
         ModelError: a model cannot be loaded.
-        TrackingError: no database can be in ``tracking_dir``.
+        TrackingError: what is measured could not be logged.
     """
     from kivi.models import check_model
     from tasks.plan import resolve_specs
-    from tasks.tracking_store import require_address
+    from tasks.tracking_store import require_usable
 
-    require_address(tracking_dir)
+    require_usable(tracking_dir)
     resolve_specs(matrix)
     for model in matrix.models:
         check_model(model.name, model.revision)

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 Loaded = TypeVar("Loaded")
 
 ModelName = Annotated[
-    str, typer.Option("--model", help="embedded, a folder in mlx-lm's format, a Hugging Face id as ID@COMMIT, or none.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="embedded, a folder in mlx-lm's format, a Hugging Face id as ID@COMMIT, or none.",
+        show_default="embedded",
+    ),
 ]
 Settings = Annotated[
     Path | None, typer.Option("--settings", help="YAML of further fields, as in Prefect's form; docs/checks.md lists them.")
@@ -26,7 +31,7 @@ Settings = Annotated[
 
 def compare(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="KIND[:key=value,...], e.g. kivi:bits=2.")],
-    model: ModelName = "embedded",
+    model: ModelName = None,
     settings: Settings = None,
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
@@ -36,7 +41,7 @@ def compare(
         from kivi.measure.comparison import check_comparable
         from tasks.compare import CompareConfig
 
-        config = _read(CompareConfig, {"specs": specs, "model": _model(model)}, settings)
+        config = _read(CompareConfig, {"specs": specs, **_model(model)}, settings)
         for spec in config.specs:
             check_comparable(spec)
         _check_model(config.model)
@@ -51,7 +56,7 @@ def audit(
     scene: Annotated[
         list[str] | None, typer.Option("--scene", help="Play this scene only; may be repeated. docs/checks.md lists them.")
     ] = None,
-    model: ModelName = "embedded",
+    model: ModelName = None,
     settings: Settings = None,
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
@@ -62,7 +67,7 @@ def audit(
         from kivi.measure.scenes import subject_of
         from tasks.audit import AuditConfig
 
-        config = _read(AuditConfig, {"spec": spec, "scenes": scene or [], "model": _model(model)}, settings)
+        config = _read(AuditConfig, {"spec": spec, **({"scenes": scene} if scene else {}), **_model(model)}, settings)
         subject_of(config.spec, heads=1, head_dim=8)
         resolve(config.spec.backend)
         _check_model(config.model if config.needs_model else None)
@@ -89,8 +94,9 @@ def finish(result: Compared | Audited, tracking_dir: Path, as_json: bool) -> NoR
     raise typer.Exit(PASSED if measured.passed else FAILED)
 
 
-def _model(name: str) -> str | None:
-    return None if name == "none" else name
+def _model(name: str | None) -> dict[str, str | None]:
+    """Return the field that the option gives; none where it was not given, so that a file may give it."""
+    return {} if name is None else {"model": None if name == "none" else name}
 
 
 def _check_model(model: Any) -> None:
@@ -101,7 +107,7 @@ def _check_model(model: Any) -> None:
 
 
 def _read(kind: type[Loaded], fields: dict[str, Any], settings: Path | None) -> Loaded:
-    """Return the configuration of ``fields`` and of the file.
+    """Return the configuration of ``fields``, which were given on the command line, and of the file.
 
     Raises:
         ConfigError: the file cannot be read, or a field cannot be used.

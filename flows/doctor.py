@@ -14,6 +14,7 @@ from kivi.backends import NAMES, available
 from kivi.blas import INSTALL
 from kivi.models import EMBEDDED, ModelError, check_model
 from tasks.places import DATABASE
+from tasks.secrets import redact
 
 REMEDIES = {
     "metal": "needs a Mac with Apple silicon",
@@ -73,6 +74,14 @@ def _tracking(folder: Path) -> Finding:
     nearest = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         return Finding("tracking store", False, f"{nearest} cannot be written", "choose another --tracking-dir", needed=True)
+    from tasks.tracking_store import TRACKING_URI, TrackingError, require_usable
+
+    try:
+        require_usable(folder)
+    except TrackingError as error:
+        return Finding("tracking store", False, str(error), needed=True)
+    if server := os.environ.get(TRACKING_URI):
+        return Finding("tracking store", True, f"{redact(server)}, results and reports in {folder}")
     database = folder / DATABASE
     if not database.exists():
         return Finding("tracking store", True, f"{database}: not there yet, the first night makes it")

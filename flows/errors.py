@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import traceback
 
 # By name, since a class that was never imported was never raised, and importing all of them takes seconds.
@@ -33,7 +34,13 @@ def sentence(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # ours are short: it was given
         return f"{error.filename}: {error.strerror}; choose a shorter name"
-    return _prefect_setting(error)
+    return _database(error) or _prefect_setting(error)
+
+
+def _database(error: BaseException) -> str:
+    """Return the sentence for what sqlite could not do for MLflow (a full disk, say), nothing for any other error."""
+    raised = re.search(r"\(sqlite3\.OperationalError\) ([^\n\[]+)", str(error))
+    return f"MLflow's database: {raised.group(1).strip()}; mend it and run again: what is finished is kept" if raised else ""
 
 
 def _prefect_setting(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from tasks import places
 from tasks.escape import visible
 from tasks.night import Outcome
 from tasks.plan import Plan
+from tasks.secrets import redact
 from tasks.table import HEADINGS, Row, columns, rows, show_seconds
-from tasks.tracking_store import EXPERIMENT
+from tasks.tracking_store import EXPERIMENT, TRACKING_URI
 
 STYLES = {"pass": "green", "good": "green", "marginal": "yellow", "fail": "red", "failed": "red", "bad": "red"}
 NARROW = 100  # columns below which the table keeps only what fits
@@ -151,12 +153,18 @@ def show(console: Console, result: NightResult, tracking_dir: Path) -> None:
 def where_to_look(result: NightResult, tracking_dir: Path) -> dict[str, str]:
     """Return where a night can be looked at."""
     command = "kivi ui" if tracking_dir == DEFAULT_TRACKING_DIR else f"kivi ui --tracking-dir {shlex.quote(str(tracking_dir))}"
+    address = ui_address()
     return {
         "report": str(result.page),
-        "MLflow": command,
-        "night": f"{places.UI_ADDRESS}/{places.run_path(result.experiment_id, result.run_id)}",
-        "compare": f"{places.UI_ADDRESS}/{places.compare_path(result.experiment_id, result.cell_ids)}",
+        "MLflow": command if address == places.UI_ADDRESS else address,
+        "night": f"{address}/{places.run_path(result.experiment_id, result.run_id)}",
+        "compare": f"{address}/{places.compare_path(result.experiment_id, result.cell_ids)}",
     }
+
+
+def ui_address() -> str:
+    """Return the address of MLflow's pages: the team's server where there is one, else where ``kivi ui`` serves them."""
+    return redact(os.environ.get(TRACKING_URI, "")).rstrip("/") or places.UI_ADDRESS
 
 
 def table(lines: list[Row], title: str, *, narrow: bool) -> Table:

@@ -180,7 +180,7 @@ def plan(config: NightlyConfig, prompt_sets: Sequence[PromptSet], models: Sequen
         for model in models:
             spec.for_layer(0, model.layers)
     settings = {prompts.name: config.settings_for(prompts) for prompts in config.prompt_sets}
-    cells = tuple(
+    cells = [
         Cell(
             key=cell_key(model, prompts, spec, settings[prompts.name], night=night),
             label=f"{spec.slug} on {_model_label(model)} × {prompts.name}",
@@ -193,8 +193,12 @@ def plan(config: NightlyConfig, prompt_sets: Sequence[PromptSet], models: Sequen
         for model in models
         for prompts in prompt_sets
         for spec in specs
-    )
-    return Plan(cells=cells, skipped=skipped)
+    ]
+    chosen: dict[str, Cell] = {}
+    for cell in cells:
+        if (first := chosen.setdefault(cell.key, cell)) is not cell:
+            skipped += (Skipped(what=cell.label, why=f"the same as {first.label}, which is planned already"),)
+    return Plan(cells=tuple(chosen.values()), skipped=skipped)
 
 
 def _model_label(model: ModelIdentity) -> str:

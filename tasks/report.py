@@ -26,6 +26,7 @@ from tasks.figures import depth_figure, panel_title, pareto_figure, step_figure
 from tasks.gate import Verdict
 from tasks.kernel_parity import PARITY_LEGEND, parity_lines
 from tasks.night import Night
+from tasks.store import StoreError
 from tasks.table import ANSWERS_LEGEND, HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
 
 SAMPLES = 2  # continuations shown a cell
@@ -49,13 +50,20 @@ class Report(Config):
     figures: dict[str, str] = Field(description="SVG by file name")
 
     def write(self, folder: Path) -> Path:
-        """Write page and Markdown into ``folder``, each whole or not at all; return the page's path."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for ending, text in (("md", self.markdown), ("html", self.html)):
-            path = folder / f"{self.name}.{ending}"
-            draft = path.with_name(f".{path.name}.draft")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
+        """Write page and Markdown into ``folder``, each whole or not at all; return the page's path.
+
+        Raises:
+            StoreError: the folder cannot be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for ending, text in (("md", self.markdown), ("html", self.html)):
+                path = folder / f"{self.name}.{ending}"
+                draft = path.with_name(f".{path.name}.draft")
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(path)
+        except OSError as error:
+            raise StoreError(f"{folder}: reports cannot be written: {error.strerror}; mend it and run again") from None
         return path
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
@@ -28,6 +29,7 @@ from tasks.store_schema import SchemaError, require_current
 EXPERIMENT = "kivi-nightly"
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow shows its pages for traces first
 TRACKING_URI = "KIVI_TRACKING_URI"
+SCHEMES = ("http", "https")  # of a server's address
 LOCK = "writer.lock"
 LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
 
@@ -70,6 +72,29 @@ def require_address(tracking_dir: Path) -> None:
         raise TrackingError(f"{path}: a database's address cannot hold '?' or '%'; choose another --tracking-dir")
 
 
+def require_usable(tracking_dir: Path) -> None:
+    """Refuse before anything is measured a store that could not be logged to; a server is not asked yet.
+
+    Raises:
+        TrackingError: the address of the server is none, the folder cannot hold a database, or its database is older or
+            newer than the installed MLflow.
+    """
+    if server := os.environ.get(TRACKING_URI):
+        if urlsplit(server).scheme not in SCHEMES:
+            raise TrackingError(f"{TRACKING_URI}={redact(server)}: expected an address such as http://lab:5050")
+        return
+    require_address(tracking_dir)
+    if (tracking_dir / DATABASE).exists():
+        _require_current(tracking_dir)
+
+
+def _require_current(tracking_dir: Path) -> None:
+    try:
+        require_current(tracking_dir / DATABASE)
+    except SchemaError as error:
+        raise TrackingError(str(error)) from None
+
+
 @contextmanager
 def writer(tracking_dir: Path, experiment: str = EXPERIMENT) -> Iterator[TrackingStore]:
     """Open the store of ``tracking_dir``, making it when it is new, as its only writer; runs go to ``experiment``.
@@ -87,10 +112,7 @@ def writer(tracking_dir: Path, experiment: str = EXPERIMENT) -> Iterator[Trackin
             yield _open_server(tracking_dir, server, experiment)
             return
         _create_database(tracking_dir)
-        try:
-            require_current(tracking_dir / DATABASE)
-        except SchemaError as error:
-            raise TrackingError(str(error)) from None
+        _require_current(tracking_dir)
         yield _open(tracking_dir, experiment)
 
 

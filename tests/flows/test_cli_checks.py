@@ -76,6 +76,16 @@ def test_audit_of_one_scene_shows_its_evidence(prefect_server, tracking_dir):
     assert "equal the definition bit for bit" in done.stdout and "passed: 1 scene, 2 facts, 0 warnings" in done.stdout
 
 
+def test_a_file_gives_the_scenes_and_the_model_that_the_command_line_leaves_out(prefect_server, tracking_dir, tmp_path):
+    settings = tmp_path / "audit.yaml"
+    settings.write_text("scenes: [definition, quality]\nmodel: null\n")
+    arguments = ("audit", "kivi:bits=2,residual=32,backend=mlx", "--settings", settings, "--tracking-dir", tracking_dir)
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "passed: 1 scene, 2 facts, 0 warnings" in done.stdout
+    assert "passed: 1 scene, " in call(*arguments, "--scene", "trim").stdout
+
+
 def test_an_audit_in_which_nothing_ran_is_exit_code_1(prefect_server, tracking_dir):
     arguments = ("audit", "kivi:bits=2,backend=mlx", "--scene", "quality", "--model", "none")
     done = call(*arguments, "--tracking-dir", tracking_dir)

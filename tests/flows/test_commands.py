@@ -10,6 +10,7 @@ import sys
 import prefect
 import pytest
 import typer
+from mlflow.exceptions import MlflowException
 
 from flows.commands import INTERRUPTED, TERMINATED, USAGE, run_flow, sentences
 
@@ -101,3 +102,11 @@ cli.main()
     command = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert command.returncode == code
     assert (command.stderr == "") == quiet, command.stderr
+
+
+def test_a_full_disk_is_a_sentence(capfd):
+    with pytest.raises(typer.Exit) as ended, sentences():
+        raise MlflowException("(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs ...]")
+    assert ended.value.exit_code == USAGE
+    said = "kivi: MLflow's database: database or disk is full; mend it and run again: what is finished is kept\n"
+    assert capfd.readouterr().err == said

@@ -53,6 +53,13 @@ def test_the_verdict_its_reasons_and_where_to_look_are_printed(make_result, make
     assert "http://127.0.0.1:5050/#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D" in text
 
 
+def test_with_a_team_s_server_it_is_the_server_where_to_look(make_result, make_night, monkeypatch):
+    monkeypatch.setenv("KIVI_TRACKING_URI", "http://me:secret@lab:5050/")
+    text = shown(came_to(make_night(make_result("full"), make_result())), 160)
+    assert "MLflow  http://[user]@lab:5050\n" in text and "http://[user]@lab:5050/#/experiments" in text
+    assert "secret" not in text and "kivi ui" not in text
+
+
 def test_text_from_outside_moves_no_cursor_and_is_no_markup(make_result, make_night):
     text = shown(came_to(make_night(make_result(model=HOSTILE, prompt_set=HOSTILE), HOSTILE, name=HOSTILE)), 200)
     assert not {"\x1b", "\x07", "\u202e"} & set(text)

@@ -87,6 +87,13 @@ def test_the_same_cache_is_planned_once() -> None:
     ]
 
 
+def test_the_same_cell_is_planned_once() -> None:
+    again = identity().model_copy(update={"config": ModelConfig(dtype="float32")})
+    made = plan(NightlyConfig(specs=("full",)), [prompts("humaneval")], [identity(), again])
+    assert len(made.cells) == 1
+    assert [entry.why for entry in made.skipped] == ["the same as full on embedded × humaneval, which is planned already"]
+
+
 @pytest.mark.parametrize("pattern", ["full", "kivi*", "kivi-k2v2-g32-r128-metal", "kivi-k2v2-*-mlx", "*"])
 def test_a_limit_may_be_for_a_backend_that_is_not_here(pattern: str) -> None:
     check_thresholds(NightlyConfig(specs=("full", "kivi:bits=2"), thresholds={pattern: {"kl_mean": 1.0}}))

@@ -12,6 +12,7 @@ from tasks.figures import cell_figure, depth_figure, pareto_figure, step_figure
 from tasks.gate import judge, tier
 from tasks.plan import Skipped
 from tasks.report import build_report
+from tasks.store import StoreError
 from tasks.table import rows, show_bytes, show_seconds
 
 CONFIG = NightlyConfig(specs=("full",))
@@ -204,6 +205,12 @@ def test_writing_leaves_both_forms_and_no_draft(tmp_path, make_result, make_nigh
     page = report.write(tmp_path / "reports")
     assert page.read_text(encoding="utf-8") == report.html
     assert sorted(path.suffix for path in page.parent.iterdir()) == [".html", ".md"]
+
+
+def test_reports_that_cannot_be_written_are_one_sentence(tmp_path, make_result, make_night):
+    (tmp_path / "reports").write_text("")
+    with pytest.raises(StoreError, match="reports cannot be written: File exists; mend it and run again"):
+        make_report(make_night(make_result())).write(tmp_path / "reports")
 
 
 def test_numbers_are_shown_short():
