@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from tasks.config import Config, first_sentence
 from tasks.places import ARTIFACTS, DATABASE
-from tasks.store_schema import SchemaError, mlflow_version, stored_revision
-from tasks.tracking_store import TrackingError, hold
+from tasks.store_schema import SchemaError, connect, mlflow_version, stored_revision
+from tasks.tracking_store import TrackingError, hold, require_no_journal
 
 BACKUPS = "backups"
 MANIFEST = "backup.json"
@@ -80,7 +80,7 @@ def restore(folder: Path, tracking_dir: Path) -> Backup:
     Runs name their artefacts' folder by its whole path: in the restored database it is the new one.
 
     Raises:
-        TrackingError: the folder is no backup, or ``tracking_dir`` holds a store.
+        TrackingError: the folder is no backup, or ``tracking_dir`` holds a store or the journal of one.
     """
     manifest = folder / MANIFEST
     if not manifest.is_file():
@@ -93,6 +93,7 @@ def restore(folder: Path, tracking_dir: Path) -> Backup:
         for name in (DATABASE, ARTIFACTS):
             if (tracking_dir / name).exists():
                 raise TrackingError(f"{tracking_dir / name}: is there; move it away first, a restore replaces nothing")
+        require_no_journal(tracking_dir)
         try:
             if (folder / ARTIFACTS).is_dir():
                 shutil.copytree(folder / ARTIFACTS, tracking_dir / ARTIFACTS)
@@ -129,7 +130,7 @@ def copy_database(source: Path, target: Path) -> None:
     try:
         # The target is opened in autocommit mode with sqlite's rollback journal, so closing it leaves one file.
         with (
-            closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as original,
+            closing(connect(source)) as original,
             closing(sqlite3.connect(target)) as copy,
         ):
             original.backup(copy)

@@ -23,14 +23,26 @@ class SchemaError(RuntimeError):
     """A database that the installed MLflow cannot or should not open; one sentence says why and what to do."""
 
 
+def connect(database: Path) -> sqlite3.Connection:
+    """Open a database that is there, to read it; it is never made.
+
+    What a process that died in a commit has left half done is undone by whoever opens the database next, and for that it must
+    be writable to him. A file that cannot be written is opened for reading: sqlite does so by itself.
+
+    Raises:
+        sqlite3.Error: there is no such file, or it cannot be opened.
+    """
+    return sqlite3.connect(f"{database.resolve().as_uri()}?mode=rw", uri=True)
+
+
 def stored_revision(database: Path) -> str:
-    """Return the schema revision that a database says it has; the file is only read.
+    """Return the schema revision that a database says it has; nothing is changed in it.
 
     Raises:
         SchemaError: the file is not a database of MLflow.
     """
     try:
-        with closing(sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(connect(database)) as connection:
             rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
     except sqlite3.Error as error:
         raise SchemaError(

@@ -30,6 +30,7 @@ EXPERIMENT = "kivi-nightly"
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow shows its pages for traces first
 TRACKING_URI = "KIVI_TRACKING_URI"
 SCHEMES = ("http", "https")  # of a server's address
+JOURNALS = ("-journal", "-wal", "-shm")  # what sqlite appends to a database's name for the files beside it
 LOCK = "writer.lock"
 LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
 
@@ -104,7 +105,7 @@ def writer(tracking_dir: Path, experiment: str = EXPERIMENT) -> Iterator[Trackin
 
     Raises:
         TrackingError: the folder cannot be written, another process keeps the lock, the database is older or newer than
-            the installed MLflow, or the server does not answer.
+            the installed MLflow, the journal of one that was moved away is in its place, or the server does not answer.
     """
     server = os.environ.get(TRACKING_URI)
     with hold(tracking_dir):
@@ -141,10 +142,26 @@ def hold(tracking_dir: Path) -> Iterator[None]:
         lock.release()
 
 
+def require_no_journal(tracking_dir: Path) -> None:
+    """Refuse to put a database beside the journal of another: sqlite would write the other's pages into it.
+
+    Raises:
+        TrackingError: the journal of a database that was moved away is still there.
+    """
+    for suffix in JOURNALS:
+        journal = tracking_dir / f"{DATABASE}{suffix}"
+        if journal.exists():
+            raise TrackingError(
+                f"{journal}: belongs to a database that is not here any more: move it to where {DATABASE} went, "
+                f"with the same name before {suffix}"
+            )
+
+
 def _create_database(tracking_dir: Path) -> None:
     """Make the database under another name first: a process that dies half way leaves no broken store."""
     if (tracking_dir / DATABASE).exists():
         return
+    require_no_journal(tracking_dir)
     partial = tracking_dir / f"{DATABASE}.partial"
     partial.unlink(missing_ok=True)
     uri, artifacts = f"sqlite:///{partial.resolve()}", str(tracking_dir.resolve() / ARTIFACTS)

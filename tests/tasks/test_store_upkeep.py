@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tasks import upgrade as upgrade_module
-from tasks.backup import back_up, restore
+from tasks.backup import back_up, copy_database, restore
 from tasks.baseline import against_history, mark_good, pin_baseline
 from tasks.config import NightlyConfig, Tolerances
 from tasks.gate import judge
@@ -125,6 +126,56 @@ def test_a_backup_while_another_connection_writes_is_whole(tracking, tmp_path):
     with closing(sqlite3.connect(backup.folder / "mlflow.db")) as database:
         assert ("half",) not in database.execute("SELECT name FROM experiments").fetchall()
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def killed_in_a_commit(path):
+    """Let a process die when half of its transaction is in the database: only the journal knows what was there before."""
+    script = (
+        "import os, signal, sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('PRAGMA cache_size = 1'); "
+        "rows = [(n, 'x' * 500, 'none') for n in range(5000)]; "
+        "c.executemany('INSERT INTO tags (key, value, run_uuid) VALUES (?, ?, ?)', rows); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == -signal.SIGKILL
+    assert path.with_name("mlflow.db-journal").stat().st_size > 0
+
+
+def test_a_store_whose_writer_was_killed_in_a_commit_is_opened_and_is_as_before(tracking):
+    before = dump(tracking / "mlflow.db")
+    killed_in_a_commit(tracking / "mlflow.db")
+    with writer(tracking):
+        pass
+    assert not (tracking / "mlflow.db-journal").exists()
+    assert dump(tracking / "mlflow.db") == before
+
+
+def test_a_store_whose_writer_was_killed_in_a_commit_is_backed_up_as_it_was_before(tracking):
+    before = dump(tracking / "mlflow.db")
+    killed_in_a_commit(tracking / "mlflow.db")
+    assert dump(back_up(tracking).folder / "mlflow.db") == before
+
+
+def test_a_database_that_was_killed_in_a_commit_is_copied_as_it_was_before(tracking, tmp_path):
+    before = dump(tracking / "mlflow.db")
+    killed_in_a_commit(tracking / "mlflow.db")
+    copy_database(tracking / "mlflow.db", tmp_path / "copy.db")
+    assert dump(tmp_path / "copy.db") == before
+
+
+@pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
+def test_no_new_database_is_put_beside_the_journal_of_one_that_was_moved_away(tracking, suffix):
+    """Sqlite would take it for the new one's, and roll the new one back into parts of the old one."""
+    backup = back_up(tracking)
+    (tracking / "mlflow.db").rename(tracking / "damaged.db")
+    left = tracking / f"mlflow.db{suffix}"
+    left.write_bytes(b"left")
+    for act in (lambda: restore(backup.folder, tracking), lambda: writer(tracking).__enter__()):
+        with pytest.raises(TrackingError, match=rf"mlflow\.db{suffix}: belongs to a database that is not here any more: move"):
+            act()
+    assert left.read_bytes() == b"left"
+    assert not (tracking / "mlflow.db").exists()
+    left.rename(tracking / f"damaged.db{suffix}")
+    restore(backup.folder, tracking)
 
 
 def test_what_cannot_be_backed_up_or_restored_is_one_sentence(tracking, tmp_path):
