@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pydantic import ValidationError
 
@@ -57,20 +59,18 @@ def copy_store(tracking_dir: Path, folder: Path | None = None) -> Backup:
         raise TrackingError(f"{folder}: is there already; a backup goes into a new folder")
     if folder.resolve().is_relative_to((tracking_dir / ARTIFACTS).resolve()):
         raise TrackingError(f"{folder}: is among the artefacts, so it would have to hold itself; choose a folder elsewhere")
-    partial = folder.with_name(f"{folder.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        copy_database(tracking_dir / DATABASE, partial / DATABASE)
-        if (tracking_dir / ARTIFACTS).is_dir():
-            shutil.copytree(tracking_dir / ARTIFACTS, partial / ARTIFACTS)
-        backup = _describe(folder, partial, made)
-        (partial / MANIFEST).write_text(backup.model_dump_json(indent=1) + "\n")
-        partial.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _beside(folder) as partial:
+            partial.mkdir()
+            copy_database(tracking_dir / DATABASE, partial / DATABASE)
+            if (tracking_dir / ARTIFACTS).is_dir():
+                shutil.copytree(tracking_dir / ARTIFACTS, partial / ARTIFACTS)
+            backup = _describe(folder, partial, made)
+            (partial / MANIFEST).write_text(backup.model_dump_json(indent=1) + "\n")
+            partial.rename(folder)
     except OSError as error:
         raise TrackingError(f"{folder}: the backup cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # of a whole backup nothing has this name any more
     return backup
 
 
@@ -139,6 +139,14 @@ def copy_database(source: Path, target: Path) -> None:
         raise TrackingError(f"{source}: cannot be copied to {target}: {error}") from None
     if found != "ok":
         raise TrackingError(f"{source}: is damaged: {found}: restore a backup")
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Give the same name in a new folder beside ``path``, to be filled and renamed to it; the folder goes in any case."""
+    folder = TemporaryDirectory(prefix=f"{path.name}.", suffix=".partial", dir=path.parent, ignore_cleanup_errors=True)
+    with folder as name:
+        yield Path(name) / path.name
 
 
 def _describe(folder: Path, partial: Path, made: datetime) -> Backup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 import signal
 import sqlite3
@@ -126,6 +127,17 @@ def test_a_backup_while_another_connection_writes_is_whole(tracking, tmp_path):
     with closing(sqlite3.connect(backup.folder / "mlflow.db")) as database:
         assert ("half",) not in database.execute("SELECT name FROM experiments").fetchall()
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_backup_leaves_a_folder_alone_that_has_the_name_of_a_part(tracking, tmp_path):
+    own = tmp_path / "copy.partial"
+    own.mkdir()
+    (own / "precious").write_text("")
+    backup = back_up(tracking, tmp_path / "copy")
+    assert (own / "precious").exists()
+    assert sorted(path.name for path in tmp_path.glob("copy*")) == ["copy", "copy.partial"]
+    os.umask(umask := os.umask(0))
+    assert backup.folder.stat().st_mode & 0o777 == 0o777 & ~umask  # and is not for its maker alone
 
 
 def killed_in_a_commit(path):
