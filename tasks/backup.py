@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,33 +75,28 @@ def copy_store(tracking_dir: Path, folder: Path | None = None) -> Backup:
 
 
 def restore(folder: Path, tracking_dir: Path) -> Backup:
-    """Put a backup where no store is, or where one was moved away from.
+    """Put a backup where no store is, or where one was moved away from; the store is there whole or not at all.
 
     Runs name their artefacts' folder by its whole path: in the restored database it is the new one.
 
     Raises:
-        TrackingError: the folder is no backup, or ``tracking_dir`` holds a store or the journal of one.
+        TrackingError: the folder is no backup, ``tracking_dir`` holds a store or the journal of one, or cannot be written.
     """
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        raise TrackingError(f"{folder}: no {MANIFEST} in it, so it is no backup, or not a whole one")
-    try:
-        backup = Backup.model_validate_json(manifest.read_bytes())
-    except ValidationError as error:
-        raise TrackingError(f"{manifest}: describes no backup: {first_sentence(error)}: restore another one") from None
+    backup = _described(folder)
     with hold(tracking_dir):
         for name in (DATABASE, ARTIFACTS):
             if (tracking_dir / name).exists():
                 raise TrackingError(f"{tracking_dir / name}: is there; move it away first, a restore replaces nothing")
         require_no_journal(tracking_dir)
         try:
-            if (folder / ARTIFACTS).is_dir():
-                shutil.copytree(folder / ARTIFACTS, tracking_dir / ARTIFACTS)
-            partial = tracking_dir / f"{DATABASE}.partial"
-            partial.unlink(missing_ok=True)
-            copy_database(folder / DATABASE, partial)
-            _relocate(partial, (tracking_dir.resolve() / ARTIFACTS).as_uri())
-            partial.rename(tracking_dir / DATABASE)
+            with _beside(tracking_dir / DATABASE) as database:
+                copy_database(folder / DATABASE, database)
+                _relocate(database, (tracking_dir.resolve() / ARTIFACTS).as_uri())
+                if (folder / ARTIFACTS).is_dir():
+                    shutil.copytree(folder / ARTIFACTS, database.with_name(ARTIFACTS))
+                _put_in_place(database.parent, tracking_dir)
+        except sqlite3.Error as error:
+            raise TrackingError(f"{folder / DATABASE}: is no store of MLflow: {error}: restore another backup") from None
         except OSError as error:
             raise TrackingError(f"{tracking_dir}: the backup cannot be restored: {error.strerror or error}") from None
     return backup.model_copy(update={"folder": folder})
@@ -139,6 +134,28 @@ def copy_database(source: Path, target: Path) -> None:
         raise TrackingError(f"{source}: cannot be copied to {target}: {error}") from None
     if found != "ok":
         raise TrackingError(f"{source}: is damaged: {found}: restore a backup")
+
+
+def _described(folder: Path) -> Backup:
+    """Return what a backup says of itself, after a look whether its database is there."""
+    manifest = folder / MANIFEST
+    for name in (MANIFEST, DATABASE):
+        if not (folder / name).is_file():
+            raise TrackingError(f"{folder}: no {name} in it, so it is no backup, or not a whole one")
+    try:
+        return Backup.model_validate_json(manifest.read_bytes())
+    except ValidationError as error:
+        raise TrackingError(f"{manifest}: describes no backup: {first_sentence(error)}: restore another one") from None
+
+
+def _put_in_place(parts: Path, tracking_dir: Path) -> None:
+    """Rename artefacts and then the database into ``tracking_dir``; when one cannot be, the other goes back."""
+    with ExitStack() as undo:
+        for name in (ARTIFACTS, DATABASE):
+            if (parts / name).exists():
+                (parts / name).rename(tracking_dir / name)
+                undo.callback((tracking_dir / name).rename, parts / name)
+        undo.pop_all()
 
 
 @contextmanager

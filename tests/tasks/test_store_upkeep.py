@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import shutil
@@ -140,6 +141,44 @@ def test_a_backup_leaves_a_folder_alone_that_has_the_name_of_a_part(tracking, tm
     assert backup.folder.stat().st_mode & 0o777 == 0o777 & ~umask  # and is not for its maker alone
 
 
+@pytest.mark.parametrize("database", [None, b"", b"no database at all" * 300, "without tables"])
+def test_a_restore_that_fails_leaves_nothing_and_succeeds_with_the_mended_backup(tracking, log, tmp_path, database):
+    with writer(tracking) as store:
+        log(store, 1)
+    backup = back_up(tracking, tmp_path / "backup").folder
+    (backup / "mlflow.db").rename(tmp_path / "whole.db")
+    if isinstance(database, bytes):
+        (backup / "mlflow.db").write_bytes(database)
+    elif database:
+        with closing(sqlite3.connect(backup / "mlflow.db")) as other:
+            other.execute("CREATE TABLE other (x)")
+    new = tmp_path / "new"
+    with pytest.raises(TrackingError, match=r"backup(/mlflow\.db)?: "):
+        restore(backup, new)
+    assert not new.exists() or [path.name for path in new.iterdir()] == ["writer.lock"]
+    (tmp_path / "whole.db").replace(backup / "mlflow.db")
+    restore(backup, new)
+    assert files(new / "artifacts") == files(tracking / "artifacts")
+    assert {path.name for path in new.iterdir()} == {"writer.lock", "mlflow.db", "artifacts"}
+
+
+def test_a_restore_that_fails_at_its_last_step_leaves_nothing(tracking, log, tmp_path, monkeypatch):
+    with writer(tracking) as store:
+        log(store, 1)
+    backup = back_up(tracking, tmp_path / "backup").folder
+    rename = Path.rename
+
+    def full(path, target):
+        if Path(target).name == "mlflow.db":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(TrackingError, match="the backup cannot be restored: No space left on device"):
+        restore(backup, tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["writer.lock"]
+
+
 def killed_in_a_commit(path):
     """Let a process die when half of its transaction is in the database: only the journal knows what was there before."""
     script = (
@@ -223,6 +262,7 @@ def test_what_is_no_store_of_mlflow_leaves_no_part_of_a_backup(tmp_path, content
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_a_backup_whose_description_is_damaged_is_not_restored(tmp_path, content):
     (tmp_path / "backup.json").write_text(content)
+    (tmp_path / "mlflow.db").write_text("")
     with pytest.raises(TrackingError, match="describes no backup"):
         restore(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()
