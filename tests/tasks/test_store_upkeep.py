@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import re
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -28,6 +30,7 @@ from tasks.tracking_store import TrackingError, writer
 from tasks.upgrade import upgrade
 
 OLD_STORE = Path(__file__).parent / "data" / "mlflow-3.4.0.db.gz"  # written by MLflow 3.4.0 itself
+DOCUMENT = Path(__file__).parents[2] / "docs" / "store.md"
 FIRST = datetime(2026, 1, 1, 2, 0, tzinfo=UTC)
 CONFIG = NightlyConfig(specs=("full",))
 
@@ -320,6 +323,21 @@ def test_pruning_touches_nothing_outside_the_store(tracking, log, tmp_path):
         with pytest.raises(TrackingError, match=r"outside: artefacts of .* are not in "):
             prune(store, 1, now=FIRST + timedelta(days=1000))
     assert (outside / "precious").exists()
+
+
+def test_the_documented_command_removes_for_good_what_a_person_deleted(tracking, log):
+    with writer(tracking) as store:
+        log(store, 1)
+        (night,) = find_nights(store)
+        store.client.delete_run(night.info.run_id)
+    (command,) = re.findall(r"^    mlflow (gc .*)", DOCUMENT.read_text(), re.MULTILINE)
+    environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    subprocess.run(
+        [sys.executable, "-m", "mlflow", *shlex.split(command)], cwd=tracking.parent, env=environment, check=True, timeout=120
+    )
+    with closing(sqlite3.connect(tracking / "mlflow.db")) as database:
+        assert night.info.run_id not in {run for (run,) in database.execute("SELECT run_uuid FROM runs")}
+    assert files(tracking / "artifacts" / night.info.run_id) == {}
 
 
 def test_an_older_store_is_not_opened_but_upgraded_with_a_backup(old_store):
