@@ -198,6 +198,8 @@ def _open_server(tracking_dir: Path, uri: str, name: str) -> TrackingStore:
     try:
         experiment = client.get_experiment_by_name(name)
         experiment_id = _create_experiment(client, name) if experiment is None else experiment.experiment_id
+        if experiment is not None and experiment.lifecycle_stage != "active":
+            _restore_experiment(client, experiment_id)
     except MlflowException as error:
         raise TrackingError(f"the MLflow server does not take this night: {redact(error.message)}") from None
     return TrackingStore(tracking_dir, client, experiment_id, writer=f"{platform.node()}:{tracking_dir.resolve()}")
@@ -213,3 +215,12 @@ def _create_experiment(client: MlflowClient, name: str) -> str:
             raise
         return str(found.experiment_id)
     return created
+
+
+def _restore_experiment(client: MlflowClient, experiment_id: str) -> None:
+    """Take back a person's deletion of the experiment, unless another machine has done so in the meantime."""
+    try:
+        client.restore_experiment(experiment_id)
+    except MlflowException:
+        if client.get_experiment(experiment_id).lifecycle_stage != "active":
+            raise

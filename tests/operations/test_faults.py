@@ -186,6 +186,15 @@ def test_a_machine_closes_only_runs_that_it_left_behind_itself(
         assert "ended before it was done" in store.client.get_run(our_run).data.tags["kivi.closed"]
 
 
+def test_an_experiment_that_was_deleted_on_the_server_takes_nights_again(server: Server, tmp_path: Path) -> None:
+    with writer(tmp_path / "mac") as store:
+        store.client.delete_experiment(store.experiment_id)
+    with writer(tmp_path / "mac") as again:
+        assert again.experiment_id == store.experiment_id
+        again.client.create_run(again.experiment_id)
+        assert again.client.get_experiment(again.experiment_id).lifecycle_stage == "active"
+
+
 def test_a_kept_night_of_another_version_is_left_alone(
     tmp_path: Path, make_result: Callable[..., Any], make_night: Callable[..., Night], caplog: pytest.LogCaptureFixture
 ) -> None:
