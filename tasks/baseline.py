@@ -20,8 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from mlflow.entities import Run
+from mlflow.entities import LifecycleStage, Run
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -175,20 +176,35 @@ def marked_nights(store: TrackingStore) -> list[Marked]:
 def serving_cells(store: TrackingStore, tag: str) -> list[Run]:
     """Return the cells that are compared with now: for each identity the one that was marked last."""
     latest: dict[str, Run] = {}
-    for run in all_runs(store, f"tags.`{tag}` LIKE '%' AND tags.`kivi.kind` = 'cell'"):
-        other = latest.setdefault(run.data.tags[IDENTITY], run)
-        if _time(run, tag) > _time(other, tag):
+    marked = all_runs(store, f"tags.`{tag}` LIKE '%' AND tags.`kivi.kind` = 'cell'")
+    for run in sorted(marked, key=lambda run: _time(run, tag), reverse=True):
+        if run.data.tags[IDENTITY] not in latest and _night_of(store, run) is not None:
             latest[run.data.tags[IDENTITY]] = run
     return list(latest.values())
+
+
+def _night_of(store: TrackingStore, cell: Run) -> Run | None:
+    """Return a cell's parent, or nothing where it was deleted in MLflow, which leaves its cells as they are."""
+    try:
+        parent = store.client.get_run(cell.data.tags[MLFLOW_PARENT_RUN_ID])
+    except MlflowException as error:
+        if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            raise
+        return None
+    return parent if parent.info.lifecycle_stage == LifecycleStage.ACTIVE else None
 
 
 def _baselines(store: TrackingStore, result: CellResult, notes: list[str]) -> Iterator[Chosen]:
     started = int(result.provenance.started.timestamp() * 1000)
     earlier = f"tags.`{IDENTITY}` = '{identity(result)}' AND attributes.start_time < {started}"
-    good = all_runs(store, f"{earlier} AND tags.`{BASELINE}` LIKE 'good %'", most=CANDIDATES)
-    by_hand = all_runs(store, f"{earlier} AND tags.`{BASELINE}` LIKE 'set %'")
+
+    def marked(tag: str, mark: str, most: int = 0) -> list[Run]:
+        clauses = f"{earlier} AND tags.`{tag}` LIKE '{mark}'"
+        return all_runs(store, clauses, most=most, where=lambda run: _night_of(store, run) is not None)
+
+    good, by_hand = marked(BASELINE, "good %", most=CANDIDATES), marked(BASELINE, "set %")
     latest = sorted([*good, *by_hand], key=lambda run: _time(run, BASELINE), reverse=True)
-    pinned = sorted(all_runs(store, f"{earlier} AND tags.`{PIN}` LIKE '%'"), key=lambda run: _time(run, PIN), reverse=True)
+    pinned = sorted(marked(PIN, "%"), key=lambda run: _time(run, PIN), reverse=True)
     for name, runs in (("the last good night", latest), ("the pinned night", pinned[:1])):
         chosen = _first_readable(store, name, runs, notes)
         if chosen is not None:

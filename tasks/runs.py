@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mlflow.entities import Run, ViewType
 
@@ -10,7 +10,13 @@ from tasks.tracking_store import TrackingStore
 
 
 def all_runs(
-    store: TrackingStore, filter_string: str, *, most: int = 0, superseded: bool = False, experiments: Sequence[str] = ()
+    store: TrackingStore,
+    filter_string: str,
+    *,
+    most: int = 0,
+    superseded: bool = False,
+    experiments: Sequence[str] = (),
+    where: Callable[[Run], bool] | None = None,
 ) -> list[Run]:
     """Return the runs that match, newest first.
 
@@ -20,6 +26,7 @@ def all_runs(
         most: The most runs to return; 0 for all.
         superseded: Return superseded ones, too.
         experiments: Ids of experiments to look in instead of the store's own.
+        where: What the runs must be besides, which MLflow's language cannot say.
     """
     runs: list[Run] = []
     token = None
@@ -32,7 +39,8 @@ def all_runs(
             page_token=token,
             **({"max_results": 2 * most} if most else {}),
         )
-        runs.extend(run for run in page if superseded or "kivi.superseded" not in run.data.tags)
+        standing = (run for run in page if superseded or "kivi.superseded" not in run.data.tags)
+        runs.extend(run for run in standing if where is None or where(run))
         token = page.token
         if not token or (most and len(runs) >= most):
             return runs[:most] if most else runs

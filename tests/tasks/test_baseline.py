@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from tasks.baseline import (
+    CANDIDATES,
+    PIN,
     BaselineError,
     against_history,
     identity,
     mark_good,
     marked_nights,
     pin_baseline,
+    serving_cells,
     set_baseline,
     unpin,
 )
 from tasks.config import NightlyConfig, Tolerances
 from tasks.gate import judge
 from tasks.track import finish_night, log_night
+from tasks.tracking_store import database_uri
 
 CONFIG = NightlyConfig(specs=("full",))
 BLOCKS = [0.002 + 0.0001 * block for block in range(16)]
@@ -211,6 +218,27 @@ def test_a_result_that_cannot_be_read_is_passed_over_with_a_note(store, night_of
     assert names == ["the last good night 2026-11-01"]
     assert len(comparison.notes) == 1
     assert comparison.notes[0].startswith("the last good night 2026-11-02 is passed over: result.json of run ")
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["deleted", "collected"])
+def test_a_night_that_was_deleted_in_mlflow_is_no_baseline(store, night_of, for_good):
+    """MLflow deletes the parent alone: its cells stay, with their marks."""
+    log(store, night_of(1))
+    pin_baseline(store, "2026-11-01")
+    parents = [log(store, night_of(day)) for day in range(2, 3 + CANDIDATES)]
+    for parent in parents:
+        pin_baseline(store, parent)
+        store.client.delete_run(parent)
+    if for_good:
+        address = database_uri(store.directory)
+        command = [sys.executable, "-m", "mlflow", "gc", "--backend-store-uri", address, "--tracking-uri", address]
+        subprocess.run([*command, "--run-ids", ",".join(parents)], capture_output=True, check=True)
+        with pytest.raises(MlflowException, match="not found"):
+            store.client.get_run(parents[0])
+    names, comparison = against(store, night_of(10))
+    assert (names, comparison.notes) == (["the last good night 2026-11-01", "the pinned night 2026-11-01"], ())
+    assert {(marked.night, marked.cells) for marked in marked_nights(store)} == {("nightly 2026-11-01", 1)}
+    assert len(serving_cells(store, PIN)) == 1
 
 
 def test_what_is_no_baseline_is_refused_in_one_sentence(store, night_of, make_night):
