@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 
-from tasks.baseline import history, mark_good
+from tasks.baseline import history, mark_good, withdraw_good
 from tasks.config import Config, NightlyConfig
 from tasks.exchange import between_machines
 from tasks.gate import Verdict, gate
@@ -79,6 +79,8 @@ def log(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_d
     finish(tracking, run_id, night, verdict, written.note, files)
     if verdict.passed:
         mark_good(tracking, run_id)
+    else:
+        withdraw_good(tracking, run_id)
     publish(written, night, verdict, page)
     announce(night, verdict)
     forget(tracking_dir, night)

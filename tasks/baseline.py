@@ -111,6 +111,13 @@ def mark_good(store: TrackingStore, parent_id: str) -> None:
     _mark(store, parent_id, BASELINE, mark)
 
 
+def withdraw_good(store: TrackingStore, parent_id: str) -> None:
+    """Take the mark of a good night off one that does not pass any more. What a person set stays."""
+    for run in (*find_cells(store, parent_id), store.client.get_run(parent_id)):
+        if run.data.tags.get(BASELINE, "").startswith("good "):
+            store.client.delete_tag(run.info.run_id, BASELINE)
+
+
 def set_baseline(store: TrackingStore, night: str) -> Marked:
     """Make a finished night the baseline by hand, also one that did not pass.
 
