@@ -11,8 +11,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 
-from tasks.baseline import history, mark_good, withdraw_good
+from tasks.baseline import carry_marks, history, mark_good, withdraw_good
 from tasks.config import Config, NightlyConfig
+from tasks.escape import visible
 from tasks.exchange import between_machines
 from tasks.gate import Verdict, gate
 from tasks.night import Night
@@ -81,6 +82,8 @@ def log(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_d
         mark_good(tracking, run_id)
     else:
         withdraw_good(tracking, run_id)
+    for sentence in carry_marks(tracking, run_id):
+        get_run_logger().warning(visible(sentence))
     publish(written, night, verdict, page)
     announce(night, verdict)
     forget(tracking_dir, night)

@@ -8,6 +8,8 @@ tags, on the parent and on its cells, so that a person sees it and any machine w
 - ``kivi.pin``: ``TIME`` on a night that stays until another is pinned, because "last good" drifts by what is tolerated.
 - ``kivi.identity`` on the cells, by which they are found.
 
+A night that is measured anew takes over the pin and the mark by hand of the one that it supersedes.
+
 A night that is gated again, because it was resumed, is compared as the first time: with nights that began before it, so never
 with itself, also where it was set or pinned since.
 """
@@ -116,6 +118,21 @@ def withdraw_good(store: TrackingStore, parent_id: str) -> None:
     for run in (*find_cells(store, parent_id), store.client.get_run(parent_id)):
         if run.data.tags.get(BASELINE, "").startswith("good "):
             store.client.delete_tag(run.info.run_id, BASELINE)
+
+
+def carry_marks(store: TrackingStore, parent_id: str) -> list[str]:
+    """Give a marked night's marks to its cells that were measured anew; return a sentence for each that cannot have them."""
+    sentences = []
+    tags = store.client.get_run(parent_id).data.tags
+    for tag in (BASELINE, PIN):
+        if tag not in tags:
+            continue
+        try:
+            left_out: Sequence[str] = _mark(store, parent_id, tag, tags[tag]).left_out
+        except BaselineError as error:
+            left_out = [str(error)]
+        sentences += [f"{tag}: {sentence}" for sentence in left_out]
+    return sentences
 
 
 def set_baseline(store: TrackingStore, night: str) -> Marked:

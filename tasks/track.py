@@ -51,6 +51,7 @@ def log_night(store: TrackingStore, night: Night, refresh: bool = False) -> str:
 
     Runs that hold the same results already are found and left as they are; the parent stays RUNNING until
     :func:`finish_night`. A result that was measured anew gets a new run, and the old one is tagged ``kivi.superseded``.
+    A new parent has the pin and the mark by hand of the old one; :func:`tasks.baseline.carry_marks` gives them to its cells.
 
     Args:
         store: The store, held by this process.
@@ -126,11 +127,20 @@ def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str
         client.log_batch(parent_id, params=[Param(name, value) for name, value in _night_params(night).items()])
     if night.flow_run_id:
         client.set_tag(parent_id, "prefect.flow_run_id", night.flow_run_id)
+    chosen = {name: mark for run in reversed(old) for name, mark in _chosen(run).items()}
+    for name, mark in chosen.items():  # before those that have them are superseded, so that no death in between loses them
+        client.set_tag(parent_id, name, mark)
     for run in old:
         for cell in find_cells(store, run.info.run_id):
             _supersede(store, cell, by=parent_id)
         _supersede(store, run, by=parent_id)
     return parent_id
+
+
+def _chosen(run: Run) -> dict[str, str]:
+    """Return the marks that a person gave a night, which the night that supersedes it takes over; see :mod:`tasks.baseline`."""
+    marks = {name: run.data.tags.get(name, "") for name in ("kivi.baseline", "kivi.pin")}
+    return {name: mark for name, mark in marks.items() if mark and not mark.startswith("good ")}
 
 
 def _night_tags(night: Night) -> dict[str, str]:
