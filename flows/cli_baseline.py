@@ -51,10 +51,12 @@ def pin(
         if remove and night is not None:
             raise BaselineError(f"--remove takes off all pins: leave {night!r} out")
         with _store(tracking_dir) as store:
-            if remove:
-                unpin(store)
+            removed = unpin(store) if remove else 0
             marked = [] if remove else [pin_baseline(store, night or "last")]
-    _show(marked, as_json)
+    if remove and not as_json:
+        Console().print(f"{removed} pin{'' if removed == 1 else 's'} removed", highlight=False)
+    else:
+        _show(marked, as_json)
 
 
 @app.command()

@@ -42,9 +42,12 @@ def test_a_night_is_set_pinned_shown_and_unpinned(imported):
     assert call("baseline", "pin", night, "--tracking-dir", imported).exit_code == 0
     shown = call("baseline", "show", "--tracking-dir", imported).stdout
     assert shown.count(f"import {night}: kivi.") == 2
-    assert call("baseline", "pin", "--remove", "--tracking-dir", imported).exit_code == 0
+    removed = call("baseline", "pin", "--remove", "--tracking-dir", imported)
+    assert (removed.exit_code, removed.stdout) == (0, "1 pin removed\n")
     left = json.loads(call("baseline", "show", "--tracking-dir", imported, "--json").stdout)
     assert [one["mark"].split()[0] for one in left] == ["kivi.baseline"]
+    assert call("baseline", "pin", "--remove", "--tracking-dir", imported).stdout == "0 pins removed\n"
+    assert json.loads(call("baseline", "pin", "--remove", "--tracking-dir", imported, "--json").stdout) == []
 
 
 def test_no_such_night_is_one_sentence_and_exit_code_2(imported):
