@@ -15,7 +15,7 @@ from pydantic import Field
 from tasks.config import Config
 from tasks.escape import visible
 from tasks.runs import search
-from tasks.track import POINTS_A_BATCH, close_stale, writer_tag
+from tasks.track import POINTS_A_BATCH, close_stale, reopen, writer_tag
 from tasks.tracking_store import TrackingStore
 
 NOTE_LENGTH = 8000  # MLflow's limit of a tag, which a description is
@@ -56,8 +56,9 @@ class Logged(Config):
 def log_entry(store: TrackingStore, entry: Entry, parent_id: str = "") -> str:
     """Log one run, or find the one that holds the same content; return its id.
 
-    A run that a killed process left half logged is brought to its end: parameters are the same, and MLflow keeps one of two
-    points that are equal in value, step and time, so points are dated by the run's start plus their step.
+    A run that a killed process left half logged, closed since or not, is brought to its end: parameters are the same, and
+    MLflow keeps one of two points that are equal in value, step and time, so points are dated by the run's start plus their
+    step.
 
     Args:
         store: The store, held by this process.
@@ -68,8 +69,9 @@ def log_entry(store: TrackingStore, entry: Entry, parent_id: str = "") -> str:
     run_id: str = run.info.run_id
     close_stale(store, keep=parent_id or run_id)
     client = store.client
-    if run.info.status != "RUNNING":
+    if run.info.status in {"FINISHED", "FAILED"}:
         return run_id
+    reopen(store, run)
     client.log_batch(
         run_id,
         params=[Param(name, visible(value)) for name, value in entry.params.items()],

@@ -115,9 +115,7 @@ def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str
     if found and not refresh:
         parent_id: str = found[0].info.run_id
         old = found[1:]
-        client.update_run(parent_id, status="RUNNING")
-        if "kivi.closed" in found[0].data.tags:
-            client.delete_tag(parent_id, "kivi.closed")
+        reopen(store, found[0])
     else:
         tags = {**_night_tags(night), **writer_tag(store)}
         started = time.time() - sum(night.seconds.values())  # as MLflow shows it: the measurement, not only the logging
@@ -329,6 +327,13 @@ def close_stale(store: TrackingStore, keep: str) -> None:
         if "kivi.kind" in tags and keep not in {run.info.run_id, tags.get(MLFLOW_PARENT_RUN_ID)}:
             store.client.set_tag(run.info.run_id, "kivi.closed", "the process that logged this run ended before it was done")
             store.client.set_terminated(run.info.run_id, "KILLED")
+
+
+def reopen(store: TrackingStore, run: Run) -> None:
+    """Make a run RUNNING again, to be brought to its end, also one that :func:`close_stale` closed."""
+    store.client.update_run(run.info.run_id, status="RUNNING")
+    if "kivi.closed" in run.data.tags:
+        store.client.delete_tag(run.info.run_id, "kivi.closed")
 
 
 def writer_tag(store: TrackingStore) -> dict[str, str]:

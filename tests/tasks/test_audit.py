@@ -76,6 +76,29 @@ def test_a_run_that_a_killed_process_left_is_brought_to_its_end(tracking_dir, ho
     assert len(curve) == 20  # no point twice
 
 
+def test_a_run_that_was_closed_half_logged_is_completed(tmp_path, honest, lying, monkeypatch):
+    """Its process died over a file, and another audit was logged in between."""
+
+    def full_disk(*arguments):
+        raise OSError("no space left on device")
+
+    with writer(tmp_path, EXPERIMENT) as store:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+            patch.setattr(store.client, "log_text", full_disk)
+            log_audit(store, honest)
+        (half,) = find_entries(store, "audit")
+        log_audit(store, lying)
+        closed = store.client.get_run(half.info.run_id)
+        assert (closed.info.status, "kivi.closed" in closed.data.tags) == ("KILLED", True)
+        assert log_audit(store, honest).run_id == half.info.run_id
+        run = store.client.get_run(half.info.run_id)
+        files = {file.path for file in store.client.list_artifacts(half.info.run_id)}
+        curve = store.client.get_metric_history(half.info.run_id, "audit.live_bytes")
+    assert (run.info.status, "kivi.closed" in run.data.tags) == ("FINISHED", False)
+    assert files == {"audit.json", "audit.md", "figures"} and "mlflow.note.content" in run.data.tags
+    assert len(curve) == 20  # no point twice
+
+
 def test_the_page_has_the_verdict_the_errors_and_the_commands(honest, lying):
     page = audit_markdown(honest)
     assert page.splitlines()[2] == f"**{honest.headline}**" and "## Errors" not in page
