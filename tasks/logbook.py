@@ -15,11 +15,8 @@ from pydantic import Field
 from tasks.config import Config
 from tasks.escape import visible
 from tasks.runs import search
-from tasks.track import POINTS_A_BATCH, close_stale, reopen, writer_tag
+from tasks.track import POINTS_A_BATCH, close_stale, reopen, shortened, writer_tag
 from tasks.tracking_store import TrackingStore
-
-NOTE_LENGTH = 8000  # MLflow's limit of a tag, which a description is
-CUT = "\n… the rest is in this run's Markdown file under Artifacts."
 
 
 class Point(Config):
@@ -84,17 +81,9 @@ def log_entry(store: TrackingStore, entry: Entry, parent_id: str = "") -> str:
     for path, text in entry.files.items():
         client.log_text(run_id, text, path)
     if entry.note:
-        client.set_tag(run_id, MLFLOW_RUN_NOTE, shortened(entry.note))
+        client.set_tag(run_id, MLFLOW_RUN_NOTE, shortened(entry.note, "Markdown file"))
     client.set_terminated(run_id, "FINISHED" if entry.passed else "FAILED")
     return run_id
-
-
-def shortened(note: str) -> str:
-    """Return a description that MLflow takes, cut at the end of a line; the whole is among the run's files."""
-    if len(note) <= NOTE_LENGTH:
-        return note
-    kept = note[: NOTE_LENGTH - len(CUT)]
-    return kept[: kept.rfind("\n") + 1] + CUT
 
 
 def find_entries(store: TrackingStore, kind: str, parent_id: str = "") -> list[Run]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TABLE = "generations.json"
 POINTS_A_BATCH = 1000  # MLflow's limit of one log_batch
 TAG_LENGTH = 5000  # MLflow's limit of a tag is 8,000 bytes; an error's end says least
+NOTE_LENGTH = 8000  # the same limit, of a description: MLflow would cut it in a word
 DATASET_DIGEST_LENGTH = 36  # MLflow's limit; the whole digest is a tag
 # What the parent carries of its cells, since MLflow's charts show only the parent until it is expanded.
 ROLLED_UP = (
@@ -78,7 +79,7 @@ def finish_night(
         parent_id: What :func:`log_night` returned.
         night: The night.
         verdict: The gate's verdict on it.
-        note: The parent's description, in Markdown.
+        note: The parent's description, in Markdown; see :func:`shortened`.
         files: Text artefacts by their path.
     """
     client = store.client
@@ -90,12 +91,21 @@ def finish_night(
     for outcome in night.outcomes:
         client.set_tag(children[outcome.cell.key], "kivi.verdict", verdict.of(outcome.cell.key))
     client.set_tag(parent_id, "kivi.verdict", verdict.word)
-    client.set_tag(parent_id, MLFLOW_RUN_NOTE, note)
+    client.set_tag(parent_id, MLFLOW_RUN_NOTE, shortened(note, "report.html"))
     # Who runs a night again of which everything is there changes nothing about how long it took.
     seen_before = all(outcome.reused for outcome in night.outcomes)
     client.set_terminated(
         parent_id, "FINISHED" if verdict.passed else "FAILED", end_time=run.info.end_time if seen_before else None
     )
+
+
+def shortened(note: str, whole: str) -> str:
+    """Return a description that MLflow takes, cut at the end of a line; ``whole`` is the run's file that has all of it."""
+    if len(note) <= NOTE_LENGTH:
+        return note
+    cut = f"\n… the rest is in this run's {whole} under Artifacts."
+    kept = note[: NOTE_LENGTH - len(cut)]
+    return kept[: kept.rfind("\n") + 1] + cut
 
 
 def find_nights(store: TrackingStore) -> list[Run]:

@@ -13,7 +13,8 @@ from kivi.measure.scenes.report import Curve, Scene
 from kivi.spec import CacheSpec
 from tasks.audit import EXPERIMENT, AuditConfig, log_audit
 from tasks.audit_report import audit_figures, audit_markdown, quality_figure
-from tasks.logbook import NOTE_LENGTH, find_entries, shortened
+from tasks.logbook import find_entries
+from tasks.track import NOTE_LENGTH, shortened
 from tasks.tracking_store import writer
 
 SPEC = CacheSpec.parse("kivi:bits=2,residual=32,backend=mlx")
@@ -133,9 +134,9 @@ def test_quality_is_drawn_for_each_cache_also_when_it_has_no_error():
 
 def test_a_long_description_is_cut_at_a_line_and_says_so():
     note = "\n".join(f"line {index}" for index in range(5000))
-    cut = shortened(note)
+    cut = shortened(note, "Markdown file")
     assert len(cut) <= NOTE_LENGTH and cut.endswith("under Artifacts.")
-    assert note.startswith(cut[: cut.rindex("\n\n…")]) and shortened("short") == "short"
+    assert note.startswith(cut[: cut.rindex("\n\n…")]) and shortened("short", "") == "short"
 
 
 def test_a_configuration_is_checked_before_anything_runs():

@@ -223,6 +223,16 @@ def test_answers_are_metrics_of_the_cells_that_have_them_and_roll_up(store, make
     assert dict(roll_ups(night, judge(night, CONFIG)))["answers.accuracy/kivi-roundtrip-k4v4-g32-r128-mlx"] == 0.25
 
 
+def test_a_long_description_is_cut_at_a_line_and_says_where_the_rest_is(store, make_result, make_night):
+    night = make_night(make_result())
+    parent = log_night(store, night)
+    note = "\n".join(f"| cell {n} | passes |" for n in range(1000))
+    finish_night(store, parent, night, judge(night, CONFIG), note, {"report.html": ""})
+    lines = store.client.get_run(parent).data.tags["mlflow.note.content"].splitlines()
+    assert lines[-1] == "… the rest is in this run's report.html under Artifacts."
+    assert note.splitlines()[: len(lines) - 2] == lines[:-2]
+
+
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrackingError, match=r"file.*choose another --tracking-dir"), writer(tmp_path / "file"):
