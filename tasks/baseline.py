@@ -36,7 +36,7 @@ from tasks.night import AD_HOC, Night
 from tasks.plan import content_hash
 from tasks.regression import Comparison, Pair, compare
 from tasks.runs import all_runs
-from tasks.track import find_cells, find_nights
+from tasks.track import chosen_marks, find_cells, find_nights
 from tasks.tracking_store import TrackingStore
 
 BASELINE, PIN, IDENTITY = "kivi.baseline", "kivi.pin", "kivi.identity"
@@ -121,14 +121,11 @@ def withdraw_good(store: TrackingStore, parent_id: str) -> None:
 
 
 def carry_marks(store: TrackingStore, parent_id: str) -> list[str]:
-    """Give a marked night's marks to its cells that were measured anew; return a sentence for each that cannot have them."""
+    """Give a night's marks by hand to its cells that were measured anew; return a sentence for each that cannot have them."""
     sentences = []
-    tags = store.client.get_run(parent_id).data.tags
-    for tag in (BASELINE, PIN):
-        if tag not in tags:
-            continue
+    for tag, mark in chosen_marks(store.client.get_run(parent_id)).items():
         try:
-            left_out: Sequence[str] = _mark(store, parent_id, tag, tags[tag]).left_out
+            left_out: Sequence[str] = _mark(store, parent_id, tag, mark).left_out
         except BaselineError as error:
             left_out = [str(error)]
         sentences += [f"{tag}: {sentence}" for sentence in left_out]

@@ -135,8 +135,8 @@ def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str
         client.log_batch(parent_id, params=[Param(name, value) for name, value in _night_params(night).items()])
     if night.flow_run_id:
         client.set_tag(parent_id, "prefect.flow_run_id", night.flow_run_id)
-    chosen = {name: mark for run in reversed(old) for name, mark in _chosen(run).items()}
-    for name, mark in chosen.items():  # before those that have them are superseded, so that no death in between loses them
+    marks = {name: mark for run in reversed(old) for name, mark in chosen_marks(run).items()}
+    for name, mark in marks.items():  # before those that have them are superseded, so that no death in between loses them
         client.set_tag(parent_id, name, mark)
     for run in old:
         for cell in find_cells(store, run.info.run_id):
@@ -145,7 +145,7 @@ def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str
     return parent_id
 
 
-def _chosen(run: Run) -> dict[str, str]:
+def chosen_marks(run: Run) -> dict[str, str]:
     """Return the marks that a person gave a night, which the night that supersedes it takes over; see :mod:`tasks.baseline`."""
     marks = {name: run.data.tags.get(name, "") for name in ("kivi.baseline", "kivi.pin")}
     return {name: mark for name, mark in marks.items() if mark and not mark.startswith("good ")}
