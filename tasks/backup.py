@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tasks.config import Config, first_sentence
 from tasks.places import ARTIFACTS, DATABASE
 from tasks.store_schema import SchemaError, connect, mlflow_version, stored_revision
-from tasks.tracking_store import TrackingError, hold, require_no_journal
+from tasks.tracking_store import TrackingError, hold, relocate, require_artifacts, require_no_journal
 
 BACKUPS = "backups"
 MANIFEST = "backup.json"
@@ -44,7 +44,8 @@ def back_up(tracking_dir: Path, folder: Path | None = None) -> Backup:
         folder: Where the backup goes, ``backups/TIME`` in the tracking folder by default.
 
     Raises:
-        TrackingError: there is no store, or the folder is there already, is among the artefacts, or cannot be written.
+        TrackingError: there is no store, its artefacts stayed behind when it was moved, or the folder is there already, is
+            among the artefacts, or cannot be written.
     """
     require_store(tracking_dir)
     with hold(tracking_dir):
@@ -64,11 +65,14 @@ def copy_store(tracking_dir: Path, folder: Path | None = None) -> Backup:
         with _beside(folder) as partial:
             partial.mkdir()
             copy_database(tracking_dir / DATABASE, partial / DATABASE)
+            require_artifacts(partial / DATABASE, tracking_dir.resolve() / ARTIFACTS)
             if (tracking_dir / ARTIFACTS).is_dir():
                 shutil.copytree(tracking_dir / ARTIFACTS, partial / ARTIFACTS)
             backup = _describe(folder, partial, made)
             (partial / MANIFEST).write_text(backup.model_dump_json(indent=1) + "\n")
             partial.rename(folder)
+    except sqlite3.Error as error:
+        raise TrackingError(f"{tracking_dir / DATABASE}: is no store of MLflow: {error}: restore a backup") from None
     except OSError as error:
         raise TrackingError(f"{folder}: the backup cannot be written: {error.strerror or error}") from None
     return backup
@@ -91,7 +95,7 @@ def restore(folder: Path, tracking_dir: Path) -> Backup:
         try:
             with _beside(tracking_dir / DATABASE) as database:
                 copy_database(folder / DATABASE, database)
-                _relocate(database, (tracking_dir.resolve() / ARTIFACTS).as_uri())
+                relocate(database, tracking_dir.resolve() / ARTIFACTS)
                 if (folder / ARTIFACTS).is_dir():
                     shutil.copytree(folder / ARTIFACTS, database.with_name(ARTIFACTS))
                 _put_in_place(database.parent, tracking_dir)
@@ -179,19 +183,3 @@ def _describe(folder: Path, partial: Path, made: datetime) -> Backup:
         files=len(files),
         bytes=sum(path.stat().st_size for path in files),
     )
-
-
-def _relocate(database: Path, artifacts: str) -> None:
-    """Let runs find their artefacts where the store is now; the experiment's own location says where it was."""
-    with closing(sqlite3.connect(database)) as connection, connection:
-        experiments = "SELECT experiment_id, artifact_location FROM experiments"
-        for experiment, location in connection.execute(experiments).fetchall():
-            # MLflow's default experiment has a folder named by its number inside the root; ours has the root itself.
-            root = location.removesuffix(f"/{experiment}")
-            moved = artifacts + location[len(root) :]
-            connection.execute("UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", (moved, experiment))
-            connection.execute(
-                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) "
-                "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
-                (moved, len(location) + 1, experiment, len(location), location),
-            )

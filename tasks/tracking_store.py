@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import platform
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlparse, urlsplit
 
 from filelock import FileLock, Timeout
 from mlflow import MlflowClient
@@ -24,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tasks.places import ARTIFACTS, DATABASE
 from tasks.secrets import redact
-from tasks.store_schema import SchemaError, require_current
+from tasks.store_schema import SchemaError, connect, require_current
 
 EXPERIMENT = "kivi-nightly"
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow shows its pages for traces first
@@ -105,7 +106,8 @@ def writer(tracking_dir: Path, experiment: str = EXPERIMENT) -> Iterator[Trackin
 
     Raises:
         TrackingError: the folder cannot be written, another process keeps the lock, the database is older or newer than
-            the installed MLflow, the journal of one that was moved away is in its place, or the server does not answer.
+            the installed MLflow, the journal of one that was moved away is in its place, artefacts stayed behind when the
+            folder was moved, or the server does not answer.
     """
     server = os.environ.get(TRACKING_URI)
     with hold(tracking_dir):
@@ -114,6 +116,7 @@ def writer(tracking_dir: Path, experiment: str = EXPERIMENT) -> Iterator[Trackin
             return
         _create_database(tracking_dir)
         _require_current(tracking_dir)
+        _follow_move(tracking_dir)
         yield _open(tracking_dir, experiment)
 
 
@@ -168,6 +171,86 @@ def _create_database(tracking_dir: Path) -> None:
     store = SqlAlchemyStore(uri, artifacts)  # type: ignore[no-untyped-call]
     store.engine.dispose()
     partial.replace(tracking_dir / DATABASE)
+
+
+def require_artifacts(database: Path, artifacts: Path) -> None:
+    """Refuse a store that was moved without its artefacts, or whose later ones were still written to where it was.
+
+    Args:
+        database: The store's database, or a copy of it.
+        artifacts: The store's folder of artefacts.
+
+    Raises:
+        TrackingError: runs have artefacts where the store was, and not here.
+        sqlite3.Error: the database is locked, or not MLflow's.
+    """
+    with closing(connect(database)) as connection:
+        for experiment, old, new in _moved_experiments(connection, artifacts):
+            uris = "SELECT artifact_uri FROM runs WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?"
+            for (uri,) in connection.execute(uris, (experiment, len(old), old)):
+                if _stayed_behind(_local_folder(uri), _local_folder(new + uri[len(old) :])):
+                    raise TrackingError(
+                        f"{_local_folder(old)}: artefacts of this store are still there, and it was moved: "
+                        f"move what is in it to {_local_folder(new)}, then run again"
+                    )
+
+
+def relocate(database: Path, artifacts: Path) -> None:
+    """Let runs find their artefacts where the store is now; the experiment's own location says where it was.
+
+    An experiment whose artefacts a person sent elsewhere keeps its location.
+
+    Raises:
+        sqlite3.Error: the database is locked, cannot be written, or is not MLflow's; it is as it was.
+    """
+    with closing(connect(database)) as connection, connection:
+        for experiment, old, new in _moved_experiments(connection, artifacts):
+            connection.execute("UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", (new, experiment))
+            connection.execute(
+                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) "
+                "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
+                (new, len(old) + 1, experiment, len(old), old),
+            )
+
+
+def _moved_experiments(connection: sqlite3.Connection, artifacts: Path) -> list[tuple[int, str, str]]:
+    """Return id, location and new location of the experiments whose artefacts belong to a store in another folder."""
+    moved = []
+    experiments = "SELECT experiment_id, artifact_location FROM experiments WHERE artifact_location IS NOT NULL"
+    for experiment, location in connection.execute(experiments):
+        # MLflow's default experiment has a folder named by its number inside the root; ours has the root itself.
+        root = location.removesuffix(f"/{experiment}")
+        folder = _local_folder(root)
+        if folder is not None and folder.name == ARTIFACTS and folder.resolve() != artifacts:
+            moved.append((experiment, location, artifacts.as_uri() + location[len(root) :]))
+    return moved
+
+
+def _stayed_behind(before: Path | None, now: Path | None) -> bool:
+    """Return whether artefacts are where a store was and not where it is."""
+    if before is None or now is None:
+        return False
+    try:
+        return before.is_dir() and not now.exists()
+    except PermissionError:  # where another user, who does not show it, had the store
+        return False
+
+
+def _local_folder(location: str) -> Path | None:
+    """Return the folder of a location of artefacts, or nothing when it is on no disk."""
+    if location.startswith("file:"):
+        return Path(unquote(urlparse(location).path))
+    return Path(location) if location.startswith("/") else None
+
+
+def _follow_move(tracking_dir: Path) -> None:
+    """Tell a database that was moved with its folder where it is, else artefacts would go on being written to the old place."""
+    database, artifacts = tracking_dir / DATABASE, tracking_dir.resolve() / ARTIFACTS
+    try:
+        require_artifacts(database, artifacts)
+        relocate(database, artifacts)
+    except sqlite3.Error as error:
+        raise TrackingError(f"{database}: MLflow cannot open it: {error}") from None
 
 
 def _open(tracking_dir: Path, name: str) -> TrackingStore:

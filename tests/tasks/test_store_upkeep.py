@@ -133,6 +133,79 @@ def test_a_backup_while_another_connection_writes_is_whole(tracking, tmp_path):
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_a_store_that_was_moved_keeps_its_artefacts_where_it_is_now(tracking, log, tmp_path):
+    with writer(tracking) as store:
+        log(store, 1)
+    moved = tmp_path / "mo ved"
+    tracking.rename(moved)
+    with writer(moved) as store:
+        night = log(store, 2)
+        comparison = against_history(store, night, Tolerances())
+        assert {change.against for change in comparison.changes} == {"the last good night day 1"}
+        assert all(run.info.artifact_uri.startswith(f"{moved.as_uri()}/artifacts/") for run in find_nights(store))
+    assert not tracking.exists()
+
+
+def test_a_copy_of_a_store_writes_nothing_into_the_one_it_was_copied_from(tracking, log, tmp_path):
+    with writer(tracking) as store:
+        log(store, 1)
+    shutil.copytree(tracking, tmp_path / "copy")
+    before = files(tracking)
+    with writer(tmp_path / "copy") as store:
+        log(store, 2)
+    assert files(tracking) == before
+
+
+def test_artefacts_that_stayed_behind_when_a_store_was_moved_are_not_forgotten(tracking, log, tmp_path):
+    with writer(tracking) as store:
+        log(store, 1)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tracking / "mlflow.db").rename(moved / "mlflow.db")
+    before = dump(moved / "mlflow.db")
+    for act in (lambda: writer(moved).__enter__(), lambda: back_up(moved)):
+        with pytest.raises(TrackingError, match=r"mlruns/artifacts: artefacts of this store .*: move .* to .*/moved/artifacts"):
+            act()
+    assert dump(moved / "mlflow.db") == before
+    (tracking / "artifacts").rename(moved / "artifacts")
+    with writer(moved) as store:
+        assert store.client.list_artifacts(find_nights(store)[0].info.run_id)
+
+
+def test_artefacts_that_were_written_to_the_old_place_after_a_move_are_not_forgotten(tracking, log, tmp_path):
+    """As nights did before a move was followed: the folder of before came back, with the newest nights alone in it."""
+    with writer(tracking) as store:
+        log(store, 1)
+    shutil.copytree(tracking, tmp_path / "moved")
+    shutil.rmtree(tracking)
+    with closing(sqlite3.connect(tmp_path / "moved" / "mlflow.db")) as database:
+        (uri,) = database.execute("SELECT artifact_uri FROM runs").fetchone()
+    Path(uri.removeprefix("file://")).mkdir(parents=True)
+    shutil.rmtree(tmp_path / "moved" / "artifacts" / Path(uri).parent.name)
+    with pytest.raises(TrackingError, match="artefacts of this store are still there"):
+        writer(tmp_path / "moved").__enter__()
+
+
+def test_artefacts_that_a_person_sent_elsewhere_are_left_there_when_a_store_is_moved(tracking, tmp_path):
+    with writer(tracking) as store:
+        store.client.create_experiment("own", artifact_location="s3://bucket/own")
+        store.client.create_experiment("other", artifact_location=(tmp_path / "other").as_uri())
+    tracking.rename(tmp_path / "moved")
+    with writer(tmp_path / "moved") as store:
+        found = {name: store.client.get_experiment_by_name(name).artifact_location for name in ("own", "other")}
+    assert found == {"own": "s3://bucket/own", "other": (tmp_path / "other").as_uri()}
+
+
+def test_a_moved_store_that_cannot_be_written_is_one_sentence(tracking, tmp_path, monkeypatch):
+    tracking.rename(tmp_path / "moved")
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **options: connect(*args, **{**options, "timeout": 0.1}))
+    with closing(connect(tmp_path / "moved" / "mlflow.db")) as server:
+        server.execute("BEGIN IMMEDIATE")
+        with pytest.raises(TrackingError, match=r"mlflow\.db: MLflow cannot open it: database is locked"):
+            writer(tmp_path / "moved").__enter__()
+
+
 def test_a_backup_leaves_a_folder_alone_that_has_the_name_of_a_part(tracking, tmp_path):
     own = tmp_path / "copy.partial"
     own.mkdir()
