@@ -90,6 +90,15 @@ class Shapes(NamedTuple):
         return self.query_heads // self.heads * self.length
 
     @property
+    def query_tile(self) -> int:
+        """Queries of a KV head that a threadgroup takes."""
+        return next((tile for tile in QUERY_TILES if tile >= self.rows), QUERY_TILES[-1])
+
+    @property
+    def query_tiles(self) -> int:
+        return -(-self.rows // self.query_tile)
+
+    @property
     def value_padded(self) -> int:
         return padded_length(self.value_channels, self.group_size)
 
@@ -198,19 +207,17 @@ def describe(
 @lru_cache(maxsize=1024)
 def _plan(shapes: Shapes) -> Plan:
     tiles = sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.code_room, shapes.window_room))
-    split = cut(shapes, tiles, QUERY_TILES, WANTED_GROUPS)
+    split = cut(shapes, tiles)
     return configure(shapes, split, split.splits, {"SKIPS": 0}, parts=1)
 
 
-def cut(shapes: Shapes, tiles: int, query_tiles: tuple[int, ...], wanted: int) -> Split:
-    """Cut the work into about ``wanted`` threadgroups.
+def cut(shapes: Shapes, tiles: int) -> Split:
+    """Cut the work into about WANTED_GROUPS threadgroups.
 
     By shapes and capacities, never by counts, which may be on the GPU only; ``tiles`` are those that the capacity has.
     """
-    query_tile = next((tile for tile in query_tiles if tile >= shapes.rows), query_tiles[-1])
-    tiles_of_queries = -(-shapes.rows // query_tile)
-    most = max(wanted // (shapes.batch * shapes.heads * tiles_of_queries), 1)
-    return Split(query_tile, tiles_of_queries, splits=min(most, max(tiles, 1), MOST_SPLITS), lone=most == 1)
+    most = max(WANTED_GROUPS // (shapes.batch * shapes.heads * shapes.query_tiles), 1)
+    return Split(shapes.query_tile, shapes.query_tiles, splits=min(most, max(tiles, 1), MOST_SPLITS), lone=most == 1)
 
 
 def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str, Setting], parts: int) -> Plan:

@@ -28,8 +28,7 @@ from kivi.backends.kernel_attention import (
 from kivi.backends.kernel_backend import KernelBackend
 
 MOST_CHANNELS = 128  # a SIMD group's lanes prepare four of a query each, and products tell four chunks of values apart
-QUERY_TILES = (1, 2, 4)
-UNITS = {1: 2, 2: 2, 4: 4}  # by the queries of a tile: those that share a product (kernels/packed_product.h)
+LEAST_UNITS = 2  # columns of a product that tell queries apart (kernels/packed_product.h); a tile of more queries has more
 MOST_PORTABLE_QUERIES = 2  # at a time in the portable body of this grid: with more its registers would limit both
 SIMDS = 4  # SIMD groups a threadgroup
 # Capacity of codes from which tensor cores are used, by the bits of keys or values, whichever are more: with less, most SIMD
@@ -108,21 +107,21 @@ class TensorBackend(KernelBackend):
             return False
         if max(shapes.key_channels, shapes.value_padded) > MOST_CHANNELS:
             return False
-        return _shared_bytes(shapes, _query_tile(shapes)) + DECLARED_BYTES <= self.target.shared_limit
+        return _shared_bytes(shapes) + DECLARED_BYTES <= self.target.shared_limit
 
 
 @lru_cache(maxsize=1024)
 def _plan(shapes: Shapes) -> Plan:
     coded = _cut(shapes)
     left = sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.window_room))
-    rest = cut(shapes, left, QUERY_TILES, kernel_attention.WANTED_GROUPS).splits
+    rest = cut(shapes, left).splits
     parts = max(coded.query_tile // MOST_PORTABLE_QUERIES, 1)
     settings: dict[str, Setting] = {
         "PARAM": mx.float16,
         "SIMDS": SIMDS,
         "TENSOR_QUERIES": coded.query_tile,
-        "TENSOR_UNITS": UNITS[coded.query_tile],
-        "SHARED_BYTES": _shared_bytes(shapes, coded.query_tile),
+        "TENSOR_UNITS": max(coded.query_tile, LEAST_UNITS),
+        "SHARED_BYTES": _shared_bytes(shapes),
         "SKIPS": 1,
     }
     return configure(shapes, coded._replace(splits=rest + coded.splits), rest, settings, parts)
@@ -133,28 +132,22 @@ def _cut(shapes: Shapes) -> Split:
 
     By capacity, never by counts, which may be on the GPU only.
     """
-    query_tile = _query_tile(shapes)
-    query_tiles = -(-shapes.rows // query_tile)
     tiles = -(-shapes.code_room // TENSOR_TILE_TOKENS)
 
     def time(splits: int) -> float:
         turns = -(-tiles // (splits * SIMDS))
-        groups = -(-shapes.batch * shapes.heads * query_tiles * splits // MULTIPROCESSORS)
+        groups = -(-shapes.batch * shapes.heads * shapes.query_tiles * splits // MULTIPROCESSORS)
         return (groups + IDLE / groups) * (turns + BEGINNING)
 
     splits = min(range(1, min(-(-tiles // SIMDS), MOST_SPLITS) + 1), key=time)
-    return Split(query_tile, query_tiles, splits, lone=False)
+    return Split(shapes.query_tile, shapes.query_tiles, splits, lone=False)
 
 
-def _query_tile(shapes: Shapes) -> int:
-    return next((tile for tile in QUERY_TILES if tile >= shapes.rows), QUERY_TILES[-1])
-
-
-def _shared_bytes(shapes: Shapes, queries: int) -> int:
+def _shared_bytes(shapes: Shapes) -> int:
     """Return the bytes of shared memory of a threadgroup, whose SIMD groups each hold half a tile and what comes of it."""
     half = TENSOR_TILE_TOKENS // 2
     codes = half * (shapes.key_channels * shapes.key_bits + shapes.value_padded * shapes.value_bits) // 8
     params = 2 * 2 * (TENSOR_TILE_TOKENS * shapes.key_channels + half * shapes.value_padded) // shapes.group_size
     of_query = 4 * (half // 32 * 36 + 4 + half // 2 + 8)  # scores, what zeros add to them, weights
     prepared = 4 * (shapes.key_channels // 2 + 8 + 4)
-    return SIMDS * (codes + params + queries * of_query) + queries * prepared
+    return SIMDS * (codes + params + shapes.query_tile * of_query) + shapes.query_tile * prepared
