@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from flows.commands import MLRUNS
 from flows.nightly import NightResult
 from tasks import places
 from tasks.escape import visible
@@ -28,7 +29,6 @@ from tasks.tracking_store import EXPERIMENT, TRACKING_URI
 STYLES = {"pass": "green", "good": "green", "marginal": "yellow", "fail": "red", "failed": "red", "bad": "red"}
 NARROW = 100  # columns below which the table keeps only what fits
 NARROW_COLUMNS = ("cache", "verdict", "compression", "kl", "tier", "flips", "on")
-DEFAULT_TRACKING_DIR = Path("mlruns")
 
 
 class Bars:
@@ -152,19 +152,21 @@ def show(console: Console, result: NightResult, tracking_dir: Path) -> None:
 
 def where_to_look(result: NightResult, tracking_dir: Path) -> dict[str, str]:
     """Return where a night can be looked at."""
-    command = "kivi ui" if tracking_dir == DEFAULT_TRACKING_DIR else f"kivi ui --tracking-dir {shlex.quote(str(tracking_dir))}"
-    address = ui_address()
+    opened, address = mlflow_pages(tracking_dir)
     return {
         "report": str(result.page),
-        "MLflow": command if address == places.UI_ADDRESS else address,
+        "MLflow": opened,
         "night": f"{address}/{places.run_path(result.experiment_id, result.run_id)}",
         "compare": f"{address}/{places.compare_path(result.experiment_id, result.cell_ids)}",
     }
 
 
-def ui_address() -> str:
-    """Return the address of MLflow's pages: the team's server where there is one, else where ``kivi ui`` serves them."""
-    return redact(os.environ.get(TRACKING_URI, "")).rstrip("/") or places.UI_ADDRESS
+def mlflow_pages(tracking_dir: Path) -> tuple[str, str]:
+    """Return what opens MLflow's pages and their address: the team's server where there is one, else ``kivi ui``."""
+    if server := redact(os.environ.get(TRACKING_URI, "")).rstrip("/"):
+        return server, server
+    chosen = "" if tracking_dir == MLRUNS else f" --tracking-dir {shlex.quote(str(tracking_dir))}"
+    return f"kivi ui{chosen}", places.UI_ADDRESS
 
 
 def table(lines: list[Row], title: str, *, narrow: bool) -> Table:

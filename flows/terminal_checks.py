@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.audit import Audited
-from flows.commands import MLRUNS
 from flows.compare import Compared
-from flows.terminal import ui_address
+from flows.terminal import mlflow_pages
 from tasks import places
 from tasks.compare_report import headline, model_table, parity_table, speed_table
 from tasks.escape import visible
@@ -63,11 +61,11 @@ def show_audit(console: Console, audited: Audited, tracking_dir: Path) -> None:
 
 
 def _where(console: Console, logged: Logged, tracking_dir: Path) -> None:
-    command = "kivi ui" if tracking_dir == MLRUNS else f"kivi ui --tracking-dir {shlex.quote(str(tracking_dir))}"
-    _print(console, f"MLflow  {command}")
-    _print(console, f"run     {ui_address()}/{places.run_path(logged.experiment_id, logged.run_id)}")
+    opened, address = mlflow_pages(tracking_dir)
+    _print(console, f"MLflow  {opened}")
+    _print(console, f"run     {address}/{places.run_path(logged.experiment_id, logged.run_id)}")
     if len(logged.child_ids) > 1:
-        _print(console, f"compare {ui_address()}/{places.compare_path(logged.experiment_id, logged.child_ids)}")
+        _print(console, f"compare {address}/{places.compare_path(logged.experiment_id, logged.child_ids)}")
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:

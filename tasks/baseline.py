@@ -35,11 +35,11 @@ from tasks.config import Config, Tolerances
 from tasks.night import AD_HOC, Night
 from tasks.plan import content_hash
 from tasks.regression import Comparison, Pair, compare
-from tasks.runs import all_runs
+from tasks.runs import BASELINE, GOOD, PIN, all_runs
 from tasks.track import chosen_marks, find_cells, find_nights
 from tasks.tracking_store import TrackingStore
 
-BASELINE, PIN, IDENTITY = "kivi.baseline", "kivi.pin", "kivi.identity"
+IDENTITY = "kivi.identity"
 RESULT_FILE = "result.json"
 CANDIDATES = 5  # good nights that are tried, when the result of the latest cannot be read
 
@@ -109,14 +109,14 @@ history = task(name="compare with history", cache_policy=NO_CACHE)(against_histo
 
 def mark_good(store: TrackingStore, parent_id: str) -> None:
     """Make a night that passed its gate the last good one. One that has a mark keeps it, so that resuming changes nothing."""
-    mark = store.client.get_run(parent_id).data.tags.get(BASELINE) or f"good {_now()}"
+    mark = store.client.get_run(parent_id).data.tags.get(BASELINE) or f"{GOOD}{_now()}"
     _mark(store, parent_id, BASELINE, mark)
 
 
 def withdraw_good(store: TrackingStore, parent_id: str) -> None:
     """Take the mark of a good night off one that does not pass any more. What a person set stays."""
     for run in (*find_cells(store, parent_id), store.client.get_run(parent_id)):
-        if run.data.tags.get(BASELINE, "").startswith("good "):
+        if run.data.tags.get(BASELINE, "").startswith(GOOD):
             store.client.delete_tag(run.info.run_id, BASELINE)
 
 
@@ -223,7 +223,7 @@ def _baselines(store: TrackingStore, result: CellResult, notes: list[str]) -> It
         clauses = f"{earlier} AND tags.`{tag}` LIKE '{mark}'"
         return all_runs(store, clauses, most=most, where=lambda run: _night_of(store, run) is not None)
 
-    good, by_hand = marked(BASELINE, "good %", most=CANDIDATES), marked(BASELINE, "set %")
+    good, by_hand = marked(BASELINE, f"{GOOD}%", most=CANDIDATES), marked(BASELINE, "set %")
     latest = sorted([*good, *by_hand], key=lambda run: _time(run, BASELINE), reverse=True)
     pinned = sorted(marked(PIN, "%"), key=lambda run: _time(run, PIN), reverse=True)
     for name, runs in (("the last good night", latest), ("the pinned night", pinned[:1])):

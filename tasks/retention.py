@@ -15,10 +15,10 @@ from mlflow.entities import Run
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from pydantic import Field
 
-from tasks.baseline import BASELINE, PIN, serving_cells
+from tasks.baseline import serving_cells
 from tasks.config import Config
 from tasks.places import ARTIFACTS
-from tasks.runs import all_runs
+from tasks.runs import BASELINE, PIN, all_runs
 from tasks.tracking_store import TrackingError, TrackingStore
 
 PRUNED = "kivi.pruned"

@@ -8,6 +8,9 @@ from mlflow.entities import Run, ViewType
 
 from tasks.tracking_store import TrackingStore
 
+BASELINE, PIN = "kivi.baseline", "kivi.pin"  # marks of the nights that later ones are compared with; see tasks.baseline
+GOOD = "good "  # how the mark of a night that passed its gate begins; one that a person set begins otherwise
+
 
 def all_runs(
     store: TrackingStore,

@@ -21,7 +21,7 @@ from tasks.escape import visible
 from tasks.figures import cell_figure
 from tasks.gate import Verdict
 from tasks.night import Night, Outcome, PromptSource, digest
-from tasks.runs import search
+from tasks.runs import BASELINE, GOOD, PIN, search
 from tasks.tracking_store import TrackingStore
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str
 
 def chosen_marks(run: Run) -> dict[str, str]:
     """Return the marks that a person gave a night, which the night that supersedes it takes over; see :mod:`tasks.baseline`."""
-    marks = {name: run.data.tags.get(name, "") for name in ("kivi.baseline", "kivi.pin")}
-    return {name: mark for name, mark in marks.items() if mark and not mark.startswith("good ")}
+    marks = {name: run.data.tags.get(name, "") for name in (BASELINE, PIN)}
+    return {name: mark for name, mark in marks.items() if mark and not mark.startswith(GOOD)}
 
 
 def _night_tags(night: Night) -> dict[str, str]:

@@ -11,7 +11,6 @@ from mlflow.exceptions import MlflowException
 
 from tasks.baseline import (
     CANDIDATES,
-    PIN,
     BaselineError,
     against_history,
     identity,
@@ -24,6 +23,7 @@ from tasks.baseline import (
 )
 from tasks.config import NightlyConfig, Tolerances
 from tasks.gate import judge
+from tasks.runs import PIN
 from tasks.track import finish_night, log_night
 from tasks.tracking_store import database_uri
 
