@@ -40,7 +40,9 @@ def compare(
     with sentences():
         from kivi.measure.comparison import check_comparable
         from tasks.compare import CompareConfig
+        from tasks.tracking_store import require_usable
 
+        require_usable(tracking_dir)
         config = _read(CompareConfig, {"specs": specs, **_model(model)}, settings)
         for spec in config.specs:
             check_comparable(spec)
@@ -66,7 +68,9 @@ def audit(
         from kivi.backends import resolve
         from kivi.measure.scenes import subject_of
         from tasks.audit import AuditConfig
+        from tasks.tracking_store import require_usable
 
+        require_usable(tracking_dir)
         config = _read(AuditConfig, {"spec": spec, **({"scenes": scene} if scene else {}), **_model(model)}, settings)
         subject_of(config.spec, heads=1, head_dim=8)
         resolve(config.spec.backend)

@@ -52,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (*REFUSALS, *FAILURES) as error:
         print(f"kivi.measure: {error}", file=sys.stderr)  # noqa: T201  the command's answer
         return 2 if isinstance(error, REFUSALS) else 1
-    unfinished = options.out.with_name(options.out.name + ".part")  # a process that ends while it writes spoils nothing
-    unfinished.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(options.out)
+    result.write(options.out)
     print(f"kivi.measure: wrote {options.out}", file=sys.stderr)  # noqa: T201  the command's answer
     return 0 if result.audit.passed else 1
 

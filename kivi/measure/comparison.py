@@ -319,9 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)  # noqa: T201  progress
 
     def save(result: ComparisonResult) -> None:
-        unfinished = options.out.with_name(options.out.name + ".part")  # a process that ends while it writes spoils nothing
-        unfinished.write_text(result.model_dump_json(indent=1), encoding="utf-8")
-        unfinished.replace(options.out)
+        result.write(options.out)
 
     result = compare_backends(specs, settings=settings, model=model, monitor=Monitor(report), save=save)
     save(result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
@@ -46,6 +47,12 @@ class Record(BaseModel):
     """Base of all results: frozen, no unknown fields, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON: a process that ends meanwhile leaves what was at ``path``."""
+        unfinished = path.with_name(f"{path.name}.part")
+        unfinished.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
 
 
 class Interval(Record):

@@ -204,17 +204,18 @@ def test_doctor_fails_when_nothing_could_be_logged(tmp_path):
     assert "--tracking-dir" in finding["remedy"]
 
 
-@pytest.mark.parametrize("command", ["nightly", "doctor"])
+@pytest.mark.parametrize("command", [("nightly",), ("compare", "kivi"), ("audit", "kivi"), ("doctor",)], ids=" ".join)
 def test_a_store_that_could_not_be_logged_to_is_refused_before_anything_is_measured(tmp_path, monkeypatch, command):
     folder = tmp_path / "mlruns"
     folder.mkdir()
     (folder / "mlflow.db").write_text("no database")
-    done = call(command, "--tracking-dir", folder)
-    assert done.exit_code == (2 if command == "nightly" else 1)
+    refused = 1 if command == ("doctor",) else 2
+    done = call(*command, "--tracking-dir", folder)
+    assert done.exit_code == refused
     assert "mlflow.db" in done.output
     monkeypatch.setenv("KIVI_TRACKING_URI", "lab:5050")
-    done = call(command, "--tracking-dir", tmp_path / "other")
-    assert done.exit_code == (2 if command == "nightly" else 1)
+    done = call(*command, "--tracking-dir", tmp_path / "other")
+    assert done.exit_code == refused
     assert "KIVI_TRACKING_URI=lab:5050: expected an address such as http://lab:5050" in done.output
     assert not (tmp_path / "other").exists()
 
