@@ -11,13 +11,13 @@ from prefect.states import Completed, Failed
 
 from flows.progress import listener
 from kivi.backends import resolve
-from kivi.measure.scenes import AuditReport, subject_of
+from kivi.measure.audit.checks import AuditReport, subject_of
 from kivi.models import check_model
-from tasks.audit import EXPERIMENT, AuditConfig, log_audit, measure_audit, publish_audit
-from tasks.cells import watch
 from tasks.config import Config
-from tasks.logbook import Logged
-from tasks.tracking_store import writer
+from tasks.run.audit import EXPERIMENT, AuditConfig, log_audit, measure_audit, publish_audit
+from tasks.run.cells import watch
+from tasks.tracking.checks import Logged
+from tasks.tracking.store import writer
 
 SENTENCES = 5  # of what went wrong, in the flow's message
 

@@ -13,16 +13,16 @@ from prefect.context import FlowRunContext
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from tasks.cells import CellError, loaded_model, run_cell, run_throughput, throughput_key
 from tasks.config import Config, NightlyConfig
-from tasks.exchange import between_machines, fetch, send
-from tasks.fan_out import WORKER
-from tasks.places import RESULTS
-from tasks.plan import Cell, Circumstances, circumstances, identify, plan
-from tasks.prompts import load_prompt_set
+from tasks.paths import RESULTS
+from tasks.prompts.prompt_sets import load_prompt_set
+from tasks.run.cells import CellError, loaded_model, run_cell, run_throughput, throughput_key
+from tasks.run.fan_out import WORKER
+from tasks.run.plan import Cell, Circumstances, circumstances, identify, plan
+from tasks.run.result_files import ResultStore
+from tasks.run.result_transfer import between_machines, fetch, send
 from tasks.secrets import guard_logs
-from tasks.store import ResultStore
-from tasks.tracking_store import writer
+from tasks.tracking.store import writer
 
 
 class Part(Config):

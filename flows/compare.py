@@ -10,14 +10,14 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from flows.progress import listener
-from kivi.measure.comparison import ComparisonResult, check_comparable
+from kivi.measure.backends.comparison import ComparisonResult, check_comparable
 from kivi.models import check_model
-from tasks.cells import watch
-from tasks.compare import EXPERIMENT, CompareConfig, log_comparison, measure_comparison, publish_comparison
-from tasks.compare_report import headline
 from tasks.config import Config
-from tasks.logbook import Logged
-from tasks.tracking_store import writer
+from tasks.report.comparison import headline
+from tasks.run.cells import watch
+from tasks.run.compare import EXPERIMENT, CompareConfig, log_comparison, measure_comparison, publish_comparison
+from tasks.tracking.checks import Logged
+from tasks.tracking.store import writer
 
 SENTENCES = 5  # of what went wrong, in the flow's message
 

@@ -14,11 +14,11 @@ USAGE = frozenset(
         "kivi.backends.BackendError",
         "kivi.models.ModelError",
         "kivi.spec.SpecError",
-        "tasks.baseline.BaselineError",
+        "tasks.tracking.baseline.BaselineError",
         "tasks.config.ConfigError",
-        "tasks.sources.PromptSetError",
-        "tasks.store.StoreError",
-        "tasks.tracking_store.TrackingError",
+        "tasks.prompts.sources.PromptSetError",
+        "tasks.run.result_files.StoreError",
+        "tasks.tracking.store.TrackingError",
     }
 )
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from flows.nightly import NightResult, run_matrix
 from kivi.measure.settings import MeasureSettings
 from tasks.config import Model, NightlyConfig, Prompts, Spec, Thresholds
-from tasks.night import EVALUATE
+from tasks.run.night import EVALUATE
 
 
 def run_name() -> str:

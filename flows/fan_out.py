@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from flows.cell import Part
 from kivi.measure.results import CellResult
-from tasks.cells import throughput_key
 from tasks.config import NightlyConfig
-from tasks.exchange import between_machines, fetch
-from tasks.fan_out import Job, run_jobs
-from tasks.night import Night, Outcome
-from tasks.plan import Cell, Plan, circumstances, content_hash
-from tasks.store import ResultStore, ThroughputResult
-from tasks.track import open_night
-from tasks.tracking_store import writer
+from tasks.run.cells import throughput_key
+from tasks.run.fan_out import Job, run_jobs
+from tasks.run.night import Night, Outcome
+from tasks.run.plan import Cell, Plan, circumstances, content_hash
+from tasks.run.result_files import ResultStore, ThroughputResult
+from tasks.run.result_transfer import between_machines, fetch
+from tasks.tracking.nights import open_night
+from tasks.tracking.store import writer
 
 
 class FannedOut(NamedTuple):

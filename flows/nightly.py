@@ -15,19 +15,19 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from flows.conclude import NightResult, conclude
 from flows.fan_out import FannedOut, fan_out
-from flows.outdated import newer_run
+from flows.late_nights import newer_run
+from flows.log_and_judge import NightResult, conclude
 from flows.progress import listener
 from kivi.models import check_model
-from tasks.cells import CellError, loaded_model, run_cell, run_throughput, throughput_key, watch
 from tasks.config import ModelConfig, NightlyConfig
-from tasks.night import Night, Outcome, PromptSource
-from tasks.places import RESULTS
-from tasks.plan import Cell, ModelIdentity, check_thresholds, identify, plan, resolve_specs
-from tasks.prompts import PromptSet, load_prompt_set
+from tasks.paths import RESULTS
+from tasks.prompts.prompt_sets import PromptSet, load_prompt_set
+from tasks.run.cells import CellError, loaded_model, run_cell, run_throughput, throughput_key, watch
+from tasks.run.night import Night, Outcome, PromptSource
+from tasks.run.plan import Cell, ModelIdentity, check_thresholds, identify, plan, resolve_specs
+from tasks.run.result_files import ResultStore, StoreError
 from tasks.secrets import guard_logs, redact
-from tasks.store import ResultStore, StoreError
 
 __all__ = ["NightResult", "nightly", "run_matrix"]
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-from tasks.night import Outcome
-from tasks.plan import Plan
+from tasks.run.night import Outcome
+from tasks.run.plan import Plan
 
 
 class Listener(Protocol):

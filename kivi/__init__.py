@@ -4,10 +4,10 @@ from kivi.blas import BLAS  # first: it must run before mlx.core is loaded
 
 # isort: split
 from kivi.accounting import CacheBytes
-from kivi.batch import BatchKIVICache
 from kivi.build import install, make_prompt_cache
-from kivi.cache import KIVICache
-from kivi.roundtrip import RoundTripKIVICache
+from kivi.cache.batch import BatchKIVICache
+from kivi.cache.roundtrip import RoundTripKIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 __version__ = "0.1.0"

@@ -12,8 +12,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kivi.attention import AttentionError, hold_attention, install_attention, probe_attention, release_attention
-from kivi.cache import KIVICache
-from kivi.roundtrip import RoundTripKIVICache
+from kivi.cache.roundtrip import RoundTripKIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec, Kind, SpecError
 
 MAKERS: dict[Kind, Callable[[CacheSpec], Any]] = {

@@ -35,7 +35,7 @@ from kivi.measure.results import (
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
 from tasks.config import ModelConfig
-from tasks.night import Night, Outcome, PromptSource, cell_of, digest
+from tasks.run.night import Night, Outcome, PromptSource, cell_of, digest
 
 SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
 
@@ -267,7 +267,7 @@ def _older_objects_are_no_garbage() -> None:
 def kivi_command() -> tuple[str, ...]:
     """The command `kivi` as at a terminal: a shell that runs tests in the background has theirs ignore Ctrl-C."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    return (sys.executable, "-c", f"{heard}; from flows.cli import main; main()")
+    return (sys.executable, "-c", f"{heard}; from flows.cli.app import main; main()")
 
 
 @pytest.fixture(scope="session")

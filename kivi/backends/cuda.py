@@ -8,8 +8,8 @@ from typing import cast
 import mlx.core as mx
 
 from kivi.backends import Availability, Name
-from kivi.backends.kernel import Launch, Program
-from kivi.backends.kernel_tensor import DECLARED_BYTES, TensorBackend
+from kivi.backends.kernels.program import Launch, Program
+from kivi.backends.kernels.tensor_attention import DECLARED_BYTES, TensorBackend
 
 # KiB of shared memory that a threadgroup may have, by architecture (CUDA C++ Programming Guide, technical specifications per
 # compute capability); all others since sm_80, the first with asynchronous copies and these products, have 99.

@@ -7,8 +7,8 @@ from typing import cast
 import mlx.core as mx
 
 from kivi.backends import Availability, Name
-from kivi.backends.kernel import Launch, Program
-from kivi.backends.kernel_backend import KernelBackend
+from kivi.backends.kernels.backend import KernelBackend
+from kivi.backends.kernels.program import Launch, Program
 
 
 class MetalTarget:

@@ -19,15 +19,15 @@ from pydantic import ValidationError
 
 from kivi.attention import AttentionError
 from kivi.backends import BackendError
-from kivi.cache import NonFiniteError
+from kivi.cache.single import NonFiniteError
 from kivi.measure import MeasureError
-from kivi.measure.answers import Question
+from kivi.measure.answers.questions import Question
 from kivi.measure.cell import measure_cell
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import CellResult
 from kivi.measure.settings import MeasureSettings
-from kivi.measure.throughput import measure_throughput
+from kivi.measure.speed.throughput import measure_throughput
 from kivi.models import EMBEDDED, LoadedModel, ModelError, check_model, load_model
 from kivi.spec import CacheSpec, SpecError
 

@@ -10,7 +10,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kivi.build import describe_layers, make_prompt_cache
-from kivi.cache import DequantizedKIVICache, KIVICache
+from kivi.cache.single import DequantizedKIVICache, KIVICache
 from kivi.measure import MeasureError
 from kivi.measure.schedule import GRID, cut_calls, prefill_call
 from kivi.models import LoadedModel

@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from kivi import BLAS, backends, machine
 from kivi.measure import MeasureError, generation, quality
-from kivi.measure.answers import Question, measure_answers
+from kivi.measure.answers.questions import Question, measure_answers
 from kivi.measure.arms import FULL, Arm
-from kivi.measure.audit import audit_cell
+from kivi.measure.audit.cell import audit_cell
 from kivi.measure.memory import accounting, full_token, memory, settled_memory
 from kivi.measure.monitor import Monitor
 from kivi.measure.reference import ReferenceStore

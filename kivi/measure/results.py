@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from kivi.accounting import CacheBytes
-from kivi.measure.scorers import ScorerName
+from kivi.measure.answers.scorers import ScorerName
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kivi.measure.scorers import ScorerName
+from kivi.measure.answers.scorers import ScorerName
 
 
 class Settings(BaseModel):

@@ -13,7 +13,7 @@ import kivi  # noqa: F401  # isort: skip  it loads OpenBLAS before MLX
 import mlx.core as mx
 from cache_timing import interleave, parser, ratios, report, spread
 
-from kivi.cache import KIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -75,7 +75,7 @@ def main() -> None:
 def humaneval(model: LoadedModel) -> Sequence[str]:
     """Return HumanEval's prompts as the nightly reads them."""
     from tasks.config import PromptSetConfig  # wants datasets, which a machine that only measures need not have
-    from tasks.prompts import load_prompt_set
+    from tasks.prompts.prompt_sets import load_prompt_set
 
     return load_prompt_set(PromptSetConfig(source="humaneval")).texts(model.tokenizer)
 

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 from kernels_timing import Arm, interleave, show, write
 
-from kivi.backends import Backend, History, kernel_attention, resolve
-from kivi.backends.kernel_backend import KernelBackend
+from kivi.backends import Backend, History, resolve
+from kivi.backends.kernels import attention as kernel_attention
+from kivi.backends.kernels.backend import KernelBackend
+from kivi.cache.storage import CODE_STEP
 from kivi.quantize import padded_length
-from kivi.storage import CODE_STEP
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 

@@ -4,7 +4,7 @@
 
 Each repeat measures everything anew (the full cache's logits, too). The file keeps one whole result a cache, and of every
 repeat what the gate samples: mean KL and flips of each block, bytes, ratios of each round. It is written after each repeat,
-so an interrupted recording is a shorter one. tests/tasks/test_regression_recorded.py draws nights from it.
+so an interrupted recording is a shorter one. tests/tasks/judge/test_regression_recorded.py draws nights from it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kivi.measure.monitor import Monitor
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import CellResult
 from kivi.measure.settings import GenerationSettings, MeasureSettings, ScoreSettings, ThroughputSettings
-from kivi.measure.throughput import measure_throughput
+from kivi.measure.speed.throughput import measure_throughput
 from kivi.models import LoadedModel, load_model
 from kivi.spec import CacheSpec
 from tasks.config import NightlyConfig, load_config
-from tasks.plan import resolve_specs
-from tasks.prompts import PromptSet, load_prompt_set
+from tasks.prompts.prompt_sets import PromptSet, load_prompt_set
+from tasks.run.plan import resolve_specs
 
 SMOKE = Path(__file__).parents[2] / "flows" / "configs" / "smoke.yaml"
 # The smoke matrix's caches with a window of 32 tokens, so that short texts see as many quantised keys; timed in five rounds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kivi.cache import DequantizedKIVICache, KIVICache
+from kivi.cache.single import DequantizedKIVICache, KIVICache
 from kivi.quantize import group_roundtrip, padded_length
 from kivi.spec import CacheSpec
 

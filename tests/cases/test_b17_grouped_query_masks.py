@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.base import create_causal_mask
 
-from kivi.cache import KIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 

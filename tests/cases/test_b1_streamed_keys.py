@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kivi.roundtrip import RoundTripKIVICache
+from kivi.cache.roundtrip import RoundTripKIVICache
 from kivi.spec import CacheSpec
 
 SPEC = CacheSpec(kind="kivi-roundtrip", key_bits=2, value_bits=2, group_size=32, residual_length=32, backend="mlx")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kivi.cache import KIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 ALONG_TOKENS = {"key_words": -1, "key_scale": -1, "key_zero": -1, "value_words": -2, "value_scale": -2, "value_zero": -2}

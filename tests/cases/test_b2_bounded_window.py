@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kivi.roundtrip import RoundTripKIVICache
+from kivi.cache.roundtrip import RoundTripKIVICache
 from kivi.spec import CacheSpec
 
 

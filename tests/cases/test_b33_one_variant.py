@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from kivi.backends import History
-from kivi.backends.kernel import compiled_variants
-from kivi.backends.kernel_backend import KernelBackend
-from kivi.backends.kernel_host import HostTarget
+from kivi.backends.host import HostTarget
+from kivi.backends.kernels.backend import KernelBackend
+from kivi.backends.kernels.program import compiled_variants
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 

@@ -6,7 +6,7 @@ import gc
 
 import mlx.core as mx
 
-from kivi.cache import KIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kivi.cache import KIVICache
+from kivi.cache.single import KIVICache
 from kivi.quantize import group_roundtrip
 from kivi.spec import CacheSpec
 

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from kivi.attention import attention_installed
 from kivi.build import make_prompt_cache
-from kivi.cache import DequantizedKIVICache, KIVICache
+from kivi.cache.single import DequantizedKIVICache, KIVICache
 from kivi.spec import CacheSpec
 
 QUERY = mx.ones((1, 4, 1, 72)) * 0.1

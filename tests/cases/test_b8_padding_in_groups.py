@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kivi.batch import BatchKIVICache
-from kivi.cache import KIVICache
+from kivi.cache.batch import BatchKIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 SPEC = CacheSpec(key_bits=2, value_bits=2, group_size=32, residual_length=0, backend="mlx")

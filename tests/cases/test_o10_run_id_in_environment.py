@@ -13,10 +13,10 @@ from mlflow.entities import RunStatus
 from kivi.spec import CacheSpec
 from tasks.config import ModelConfig
 from kivi.measure.settings import MeasureSettings
-from tasks.night import Night, Outcome
-from tasks.plan import Cell
-from tasks.track import find_cells, log_night
-from tasks.tracking_store import writer
+from tasks.run.night import Night, Outcome
+from tasks.run.plan import Cell
+from tasks.tracking.nights import find_cells, log_night
+from tasks.tracking.store import writer
 
 cell = Cell(key="k", label="l", model=ModelConfig(), prompt_set="p", prompt_sha256="s", spec=CacheSpec(kind="full"),
             settings=MeasureSettings())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tasks.tracking_store import writer
+from tasks.tracking.store import writer
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from tasks.tracking_store import writer
+from tasks.tracking.store import writer
 
 with writer(Path(sys.argv[1])) as store:
     store.client.create_run(store.experiment_id, run_name=sys.argv[2])

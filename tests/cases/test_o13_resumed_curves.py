@@ -8,18 +8,18 @@ import sys
 import pytest
 
 from tasks.config import NightlyConfig
-from tasks.gate import judge
-from tasks.track import find_cells, finish_night, log_night
-from tasks.tracking_store import writer
+from tasks.judge.gate import judge
+from tasks.tracking.nights import find_cells, finish_night, log_night
+from tasks.tracking.store import writer
 
 # Dies without a word (no cleanup, as kill -9) at the N-th call of the method named M of MLflow's client.
 CRASH = """
 import os, sys
 from pathlib import Path
 from mlflow import MlflowClient
-from tasks.night import Night
-from tasks.track import log_night
-from tasks.tracking_store import writer
+from tasks.run.night import Night
+from tasks.tracking.nights import log_night
+from tasks.tracking.store import writer
 
 directory, night, method, calls = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 original, seen = getattr(MlflowClient, method), []

@@ -7,9 +7,9 @@ from typing import Any
 from kivi.measure.results import CellResult
 from kivi.spec import CacheSpec
 from tasks.config import ModelConfig, NightlyConfig
-from tasks.plan import ModelIdentity, plan
-from tasks.prompts import PromptSet, digest
-from tasks.store import ResultStore
+from tasks.prompts.prompt_sets import PromptSet, digest
+from tasks.run.plan import ModelIdentity, plan
+from tasks.run.result_files import ResultStore
 
 
 def test_two_models_and_one_store_is_a_miss(tmp_path: Any, make_result: Any) -> None:

@@ -10,12 +10,12 @@ import threading
 import time
 from pathlib import Path
 
-from tasks.accelerator import accelerator
+from tasks.run.accelerator import accelerator
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tasks.accelerator import accelerator
+from tasks.run.accelerator import accelerator
 with accelerator("the cell of last night", log=print, folder=Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -38,7 +38,7 @@ def load_offline(cache: Path, **fields: str) -> str:
     """Load in a process that was started offline, and return what it printed."""
     code = """
 import json, sys
-from tasks.prompts import PromptSetConfig, PromptSetError, load_prompt_set
+from tasks.prompts.prompt_sets import PromptSetConfig, PromptSetError, load_prompt_set
 try:
     prompts = load_prompt_set(PromptSetConfig(**json.loads(sys.argv[1])))
     print(prompts.revision, prompts.texts())

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from tasks.accelerator import accelerator
+from tasks.run.accelerator import accelerator
 
 CELLS = 20
 IDLE_S = 2.0  # in all: far above 20 looks at the lock on a busy machine, far below a second a cell

@@ -10,11 +10,11 @@ import pytest
 from prefect import flow
 
 from kivi.measure.monitor import DeadlineError, Monitor
-from tasks.cells import CellError, loaded_model, run_cell
 from tasks.config import ModelConfig, NightlyConfig, PromptSetConfig
-from tasks.plan import Cell, identify, plan
-from tasks.prompts import load_prompt_set
-from tasks.store import ResultStore
+from tasks.prompts.prompt_sets import load_prompt_set
+from tasks.run.cells import CellError, loaded_model, run_cell
+from tasks.run.plan import Cell, identify, plan
+from tasks.run.result_files import ResultStore
 
 
 def test_a_loop_that_sleeps_past_its_deadline_stops_at_it() -> None:

@@ -11,7 +11,7 @@ import sys
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
 import tasks
-from tasks.places import RESULTS
+from tasks.paths import RESULTS
 
 
 def test_the_start_of_the_server_has_two_minutes():
@@ -25,7 +25,7 @@ def test_the_command_runs_with_a_cold_prefect_home(smoke_night, smoke_config, tm
     shutil.copytree(smoke_night[0] / RESULTS, tracking_dir / RESULTS)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment["PREFECT_HOME"] = str(tmp_path / "prefect")
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "nightly", "--json"]
+    command = [sys.executable, "-c", "from flows.cli.app import main; main()", "nightly", "--json"]
     command += ["--config", smoke_config, "--tracking-dir", tracking_dir]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

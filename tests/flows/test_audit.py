@@ -9,10 +9,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
 from flows.audit import Audited, audit, final_state
-from kivi.measure.scenes import SceneSettings
-from kivi.measure.scenes.report import Notes
-from tasks.audit import EXPERIMENT, AuditConfig
-from tasks.tracking_store import writer
+from kivi.measure.audit.checks import SceneSettings
+from kivi.measure.audit.report import Notes
+from tasks.run.audit import EXPERIMENT, AuditConfig
+from tasks.tracking.store import writer
 
 CONFIG = AuditConfig(
     spec="kivi:bits=2,residual=32,backend=mlx",

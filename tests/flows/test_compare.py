@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from flows.compare import Compared, compare, final_state
-from kivi.measure.backend_speed import SpeedSettings
-from kivi.measure.comparison import ComparisonSettings
-from tasks.compare import EXPERIMENT, CompareConfig
-from tasks.logbook import Logged
-from tasks.tracking_store import writer
+from kivi.measure.backends.comparison import ComparisonSettings
+from kivi.measure.backends.speed import SpeedSettings
+from tasks.run.compare import EXPERIMENT, CompareConfig
+from tasks.tracking.checks import Logged
+from tasks.tracking.store import writer
 
 CONFIG = CompareConfig(
     specs=("kivi:bits=2,residual=32", "kivi-roundtrip:bits=4"),

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from kivi.measure.backend_speed import CPU_SETTINGS, SpeedSettings
-from kivi.measure.scenes import QUALITY, QUALITY_QUESTION, SCENES
-from tasks.audit import AuditConfig
-from tasks.compare import CompareConfig
+from kivi.measure.audit.checks import QUALITY, QUALITY_QUESTION, SCENES
+from kivi.measure.backends.speed import CPU_SETTINGS, SpeedSettings
+from tasks.run.audit import AuditConfig
+from tasks.run.compare import CompareConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checks.md").read_text()
 

@@ -11,9 +11,9 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 
 from flows.nightly import REASONS, final_state, nightly, scheduled_start
 from tasks.config import Thresholds, load_config
-from tasks.gate import Verdict
-from tasks.track import find_cells, find_nights
-from tasks.tracking_store import writer
+from tasks.judge.gate import Verdict
+from tasks.tracking.nights import find_cells, find_nights
+from tasks.tracking.store import writer
 
 
 def runs(tracking_dir):

@@ -10,7 +10,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache
 
 from kivi.build import describe_layers, make_prompt_cache
-from kivi.cache import KIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt_oss", "deepseek_v2", "afm7", "gemma4_text"]

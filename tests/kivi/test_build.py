@@ -10,8 +10,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from kivi.attention import AttentionError
 from kivi.build import describe_layers, install, make_prompt_cache
-from kivi.cache import KIVICache
-from kivi.roundtrip import RoundTripKIVICache
+from kivi.cache.roundtrip import RoundTripKIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec, LayerSpec, SpecError
 
 KIVI = CacheSpec(backend="mlx")

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 
 from kivi import attention
 from kivi.build import install, make_prompt_cache
-from kivi.cache import KIVICache
+from kivi.cache.single import KIVICache
 from kivi.spec import CacheSpec
 
 TWO_BITS = CacheSpec(key_bits=2, value_bits=2, backend="mlx")

@@ -15,10 +15,10 @@ import httpx
 import psutil
 import pytest
 
-from flows.background import background
-from flows.servers import NAMES
+from flows.serve.background import background
+from flows.serve.servers import NAMES
 from tasks.config import ModelConfig
-from tasks.tracking_store import writer
+from tasks.tracking.store import writer
 
 Matrix = dict[str, Any]
 # What differs from one run of a measurement to the next: times, and what the allocator holds.

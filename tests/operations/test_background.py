@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.background import Background, Process, ServerError, free_port
+from flows.serve.background import Background, Process, ServerError, free_port
 from flows.servers import main
 
 PARENT = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '600'])"]

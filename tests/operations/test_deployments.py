@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.deployments import drift, load, read
-from flows.doctor import examine
+from flows.serve.deployments import drift, load, read
+from flows.serve.doctor import examine
 from tasks.config import NightlyConfig, load_config
 
 PROJECT = Path(__file__).parents[2]

@@ -21,13 +21,13 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Completed, State
 
-from flows.background import end_tree
 from flows.cell import cell
 from flows.fan_out import Dispatch
+from flows.serve.background import end_tree
 from tasks.config import NightlyConfig
-from tasks.fan_out import POOL, Job, run_jobs
-from tasks.night import Night
-from tasks.store import ResultStore
+from tasks.run.fan_out import POOL, Job, run_jobs
+from tasks.run.night import Night
+from tasks.run.result_files import ResultStore
 
 QUEUE = "m4"  # of one class of machine
 RUNS_OF_CELLS = {"flow_runs": {"tags": {"all_": ["part"]}}, "sort": "EXPECTED_START_TIME_DESC"}
@@ -97,8 +97,8 @@ def test_a_night_ends_as_if_measured_here_though_a_worker_dies_half_way(
 
 def test_a_worker_of_another_kind_of_machine_refuses(tiny_matrix: dict[str, Any]) -> None:
     from flows.cell import Part, require_same
-    from tasks.cells import CellError
-    from tasks.plan import circumstances
+    from tasks.run.cells import CellError
+    from tasks.run.plan import circumstances
 
     here = circumstances()
     other = here.model_copy(update={"device": ("Apple M9", "Accelerate")})

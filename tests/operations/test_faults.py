@@ -16,19 +16,19 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-import tasks.cells
-from flows.background import end_tree, free_port
-from flows.conclude import conclude, server_is_away
+import tasks.run.cells
+from flows.log_and_judge import conclude, server_is_away
 from flows.nightly import nightly
+from flows.serve.background import end_tree, free_port
 from kivi.measure.results import CellResult
 from tasks.config import NightlyConfig
-from tasks.exchange import fetch, send
-from tasks.night import Night
+from tasks.run.night import Night
+from tasks.run.result_files import ResultStore
+from tasks.run.result_transfer import fetch, send
 from tasks.secrets import redact
-from tasks.store import ResultStore
-from tasks.track import find_cells, find_nights, log_night, open_night
-from tasks.tracking_store import TRACKING_URI, TrackingError, writer
-from tasks.unlogged import keep, left_over
+from tasks.tracking.nights import find_cells, find_nights, log_night, open_night
+from tasks.tracking.pending_nights import keep, left_over
+from tasks.tracking.store import TRACKING_URI, TrackingError, writer
 
 PLANTED = "hf_planted0123456789"
 
@@ -43,7 +43,7 @@ def test_a_full_disk_ends_the_night_at_once_with_one_sentence(
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(json.dumps(tiny_matrix))
     tracking_dir = tmp_path / "mlruns"
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "nightly"]
+    command = [sys.executable, "-c", "from flows.cli.app import main; main()", "nightly"]
     command += ["--config", str(tmp_path / "tiny.yaml"), "--tracking-dir", str(tracking_dir)]
     environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
     done = subprocess.run(
@@ -70,7 +70,7 @@ def test_a_failed_cell_tells_no_secret(
         raise RuntimeError(f"401 for https://hub/model?token={PLANTED}")
 
     monkeypatch.setenv("HF_TOKEN", PLANTED)
-    monkeypatch.setattr(tasks.cells, "measure_cell", refused)
+    monkeypatch.setattr(tasks.run.cells, "measure_cell", refused)
     config = NightlyConfig.model_validate({**tiny_matrix, "specs": ["full"]})
     state = nightly(config, tmp_path / "mlruns", return_state=True)
     result = state.result(raise_on_failure=False)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flows import servers
-from flows.background import Background, Process, ServerError, free_port
-from flows.doctor import examine
+from flows.serve import servers
+from flows.serve.background import Background, Process, ServerError, free_port
+from flows.serve.doctor import examine
 from flows.servers import main
 
 PROJECT = Path(__file__).parents[2]

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tasks.backup import back_up, restore
-from tasks.baseline import mark_good
 from tasks.config import NightlyConfig
-from tasks.gate import judge
-from tasks.prompts import PromptSet, digest
-from tasks.track import finish_night, log_night
-from tasks.tracking_store import TrackingStore, writer
+from tasks.judge.gate import judge
+from tasks.prompts.prompt_sets import PromptSet, digest
+from tasks.tracking.backup import back_up, restore
+from tasks.tracking.baseline import mark_good
+from tasks.tracking.nights import finish_night, log_night
+from tasks.tracking.store import TrackingStore, writer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from store_contents import FIRST

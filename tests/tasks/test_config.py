@@ -10,8 +10,8 @@ import pytest
 from kivi.measure.sequences import TokenStream
 from kivi.models import load_model
 from tasks.config import ConfigError, NightlyConfig, load_config
-from tasks.plan import resolve_specs
-from tasks.prompts import load_prompt_set
+from tasks.prompts.prompt_sets import load_prompt_set
+from tasks.run.plan import resolve_specs
 
 CONFIGS = Path(__file__).parents[2] / "flows" / "configs"
 

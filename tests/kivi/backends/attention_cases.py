@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kivi.backends import History, Packed
+from kivi.cache.storage import CODE_STEP
 from kivi.quantize import group_dequantize, group_quantize, pack, padded_length
-from kivi.storage import CODE_STEP
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 

@@ -6,10 +6,10 @@ import pytest
 
 from kivi.backends import Backend, available, resolve
 from kivi.backends.cuda import CudaTarget
-from kivi.backends.kernel_attention import TENSOR_TILE_TOKENS
-from kivi.backends.kernel_backend import KernelBackend
-from kivi.backends.kernel_host import HostTarget
-from kivi.backends.kernel_tensor import TensorBackend
+from kivi.backends.host import HostTarget
+from kivi.backends.kernels.attention import TENSOR_TILE_TOKENS
+from kivi.backends.kernels.backend import KernelBackend
+from kivi.backends.kernels.tensor_attention import TensorBackend
 
 HOST = KernelBackend(HostTarget())
 # Tensor cores are used from the first tile on, so that short cases reach them.

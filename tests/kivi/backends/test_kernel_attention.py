@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kivi.backends import ATTENTION_BOUND, Backend, BackendError, History, kernel_attention, kernel_tensor
-from kivi.backends.kernel import compiled_variants
-from kivi.backends.kernel_host import HostTarget
-from kivi.backends.kernel_tensor import TensorBackend
+from kivi.backends import ATTENTION_BOUND, Backend, BackendError, History
+from kivi.backends.host import HostTarget
+from kivi.backends.kernels import attention as kernel_attention
+from kivi.backends.kernels import tensor_attention as kernel_tensor
+from kivi.backends.kernels.program import compiled_variants
+from kivi.backends.kernels.tensor_attention import TensorBackend
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kivi.backends.cuda import CudaTarget, shared_limit
-from kivi.backends.kernel import compose
-from kivi.backends.kernel_quantize import PACK_KEYS
+from kivi.backends.kernels.program import compose
+from kivi.backends.kernels.quantize import PACK_KEYS
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kivi.backends import BackendError
-from kivi.backends.kernel import Kernel, Program, launch, read_source
-from kivi.backends.kernel_host import HostTarget
+from kivi.backends.host import HostTarget
+from kivi.backends.kernels.program import Kernel, Program, launch, read_source
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
@@ -20,7 +20,7 @@ def run(source: str, x: np.ndarray, threads: int, headers: tuple[str, ...] = ())
         outputs=("out",),
         input_dtypes=(mx.float32,),
         output_dtypes=(mx.float32,),
-        header="".join(read_source(name) for name in ("host.h", "lanes.h", *headers)),
+        header=read_source("preludes", "host.h") + "".join(read_source("headers", name) for name in ("lanes.h", *headers)),
         source=f"{HostTarget.prologue}\n{source}",
     )
     (out,) = HostTarget().build(program)(

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kivi.backends import BackendError, available
-from kivi.backends.kernel import SHARED_LIMIT, Program, read_source
-from kivi.backends.kernel_backend import KernelBackend
-from kivi.backends.kernel_host import HostTarget
+from kivi.backends.host import HostTarget
+from kivi.backends.kernels.backend import KernelBackend
+from kivi.backends.kernels.program import SHARED_LIMIT, Program, read_source
 from kivi.backends.metal import MetalTarget
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
@@ -45,7 +45,7 @@ class Recorder:
     @staticmethod
     def _as_host(built: dict[str, Any], call: dict[str, Any]) -> Any:
         metal, host = MetalTarget(), HostTarget()
-        header = built["header"].replace(read_source("metal.h"), read_source("host.h"))
+        header = built["header"].replace(read_source("preludes", "metal.h"), read_source("preludes", "host.h"))
         for dtype, name in metal.type_names.items():
             header = re.sub(rf"^(#define \w+) {name}$", rf"\1 {host.type_names[dtype]}", header, flags=re.MULTILINE)
         source = built["source"].replace(metal.prologue, host.prologue)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kivi.backends import Backend, Packed
-from kivi.backends.kernel import Program, read_source
-from kivi.backends.kernel_backend import KernelBackend
-from kivi.backends.kernel_host import HostTarget
+from kivi.backends.host import HostTarget
+from kivi.backends.kernels.backend import KernelBackend
+from kivi.backends.kernels.program import Program, read_source
 from kivi.quantize import group_quantize, group_roundtrip, pack
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
@@ -139,7 +139,7 @@ def _quotients(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         outputs=("out",),
         input_dtypes=(mx.float32, mx.float32),
         output_dtypes=(mx.float32,),
-        header=read_source("host.h") + macros + read_source("quantize.h"),
+        header=read_source("preludes", "host.h") + macros + read_source("headers", "quantize.h"),
         source="const uint i = current_group.x * 32 + current_thread; out[i] = quotient(x[i], y[i], div_rn(1.0f, y[i]));",
     )
     size = -(-x.size // 32) * 32

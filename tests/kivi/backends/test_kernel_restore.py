@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kivi.backends import Backend
 from kivi.backends import mlx as mlx_backend
-from kivi.backends.kernel_backend import KernelBackend
-from kivi.backends.kernel_host import HostTarget
+from kivi.backends.host import HostTarget
+from kivi.backends.kernels.backend import KernelBackend
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 

@@ -16,10 +16,11 @@ from mlx_lm.models.cache import KVCache
 from pydantic import ValidationError
 
 from kivi.accounting import CacheBytes
-from kivi.cache import KIVICache
+from kivi.cache.roundtrip import RoundTripKIVICache
+from kivi.cache.single import KIVICache
 from kivi.measure import MeasureError
 from kivi.measure.arms import Arm
-from kivi.measure.audit import audit_cell
+from kivi.measure.audit.cell import audit_cell
 from kivi.measure.cell import measure_cell
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.quality import Scores
@@ -27,7 +28,6 @@ from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import CellResult, Finding, metric_values
 from kivi.measure.settings import GenerationSettings, MeasureSettings, ScoreSettings
 from kivi.models import LoadedModel
-from kivi.roundtrip import RoundTripKIVICache
 from kivi.spec import CacheSpec
 
 import mlx.core as mx  # isort: skip  after kivi, which loads OpenBLAS first

@@ -1,0 +1,1 @@
+"""The ``kivi`` command: what it takes and what it prints."""

@@ -1,0 +1,92 @@
+"""What the commands of ``kivi`` share: options, exit codes, how a flow is run and how an error becomes a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flows.errors import Terminated, interruption, sentence
+
+PASSED, FAILED, USAGE = 0, 1, 2
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # what shells expect of a command that a signal ended
+
+TrackingDir = Annotated[Path, typer.Option("--tracking-dir", help="Folder of the MLflow store, results and reports.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
+MLRUNS = Path("mlruns")
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Turn what a user can mend into one sentence on stderr and exit code 2; all else keeps its traceback.
+
+    Ctrl-C and SIGTERM are a sentence too, and exit code 130 or 143.
+    """
+    try:
+        with terminable():
+            yield
+    except BaseException as error:
+        from tasks.sanitize import visible
+
+        if (signalled := interruption(error)) is not None:
+            sys.stderr.write("kivi: interrupted; what is finished is kept, and the same command goes on from there\n")
+            raise typer.Exit(TERMINATED if isinstance(signalled, Terminated) else INTERRUPTED) from None
+        if not (said := sentence(error)):
+            raise
+        sys.stderr.write(f"kivi: {visible(said)}\n")
+        raise typer.Exit(USAGE) from None
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Have SIGTERM unwind as Ctrl-C does, so that no server which Prefect started for a flow outlives the command."""
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _ResultConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave what happens to whoever prints; rich would end the process with exit code 1, which means a failed night."""
+        raise BrokenPipeError
+
+
+@contextmanager
+def result_console(as_json: bool) -> Iterator[Console]:
+    """Yield what shows a result, on stderr beside JSON. A reader that leaves, as ``| head -1`` does, changes no exit code."""
+    try:
+        yield _ResultConsole(stderr=as_json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+
+
+def run_flow(flow: Callable[[], Any]) -> Any:
+    """Run a flow with progress on stderr; return what it came to, whether it passed or not.
+
+    Raises:
+        BaseException: what stopped the flow before it had a verdict.
+    """
+    from flows.cli.terminal import logging_to, progress
+    from flows.progress import listening
+
+    console = Console(stderr=True)
+    with progress(console) as shown, logging_to(console), listening(shown):
+        state = flow()
+    result = state.result(raise_on_failure=False)
+    if isinstance(result, BaseException):
+        raise result
+    return result

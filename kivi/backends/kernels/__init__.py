@@ -1,0 +1,1 @@
+"""The kernels: how they are composed, compiled and launched. Their text is in ``bodies``, ``headers`` and ``preludes``."""

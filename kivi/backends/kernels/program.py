@@ -1,0 +1,223 @@
+"""Kernel plumbing: one body, a prelude a target, compiled once a configuration.
+
+A kernel's body (``kernels/*.body``) is written in the dialect of docs/kernels.md. Its configuration becomes macros before
+it, a target's prelude comes first, and the target compiles the text: MLX for Metal and CUDA, a C++ compiler for the host.
+Sequence lengths are never configuration; kernels get them in arrays, so one variant serves every length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from kivi.backends import BackendError, Name
+
+Setting = int | float | mx.Dtype
+Grid = tuple[int, int, int]
+Configuration = tuple[tuple[str, Setting], ...]
+
+SIMD_WIDTH = 32
+SHARED_LIMIT = 32 * 1024  # bytes of threadgroup memory that every Metal device has
+SMALLEST_INPUT = 8  # MLX passes smaller Metal inputs in the constant address space, which changes the kernel's signature
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel before it is configured.
+
+    Attributes:
+        name: Name of the body's file.
+        inputs, outputs: The buffers' names in the body, in order.
+        threads: Threads a threadgroup, a multiple of 32.
+        headers: Files of dialect functions that the body uses; ``{prelude}`` in a name is the target's prelude.
+        before: A second body that runs in the threadgroups with ``group.x`` below the macro BEFORE_GROUPS.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    threads: int
+    headers: tuple[str, ...]
+    before: str | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A configured kernel, as text for one target.
+
+    Attributes:
+        shared_bytes: Threadgroup memory that each launch asks for, beyond SHARED's; the setting SHARED_BYTES.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    input_dtypes: tuple[mx.Dtype, ...]
+    output_dtypes: tuple[mx.Dtype, ...]
+    header: str
+    source: str
+    shared_bytes: int = 0
+
+
+class Launch(Protocol):
+    """A compiled program; ``grid`` counts threads, as MLX's kernels do."""
+
+    def __call__(
+        self,
+        *,
+        inputs: list[mx.array],
+        grid: Grid,
+        threadgroup: Grid,
+        output_shapes: list[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+    ) -> list[mx.array]: ...
+
+
+class Target(Protocol):
+    """What compiles and runs programs.
+
+    Attributes:
+        name: The backend's name in messages.
+        prelude: Name of the file that defines the dialect for this target.
+        prologue: First lines of every body: ``group`` (x, y, z), ``tid``, ``lane`` and ``simd``.
+        type_names: The target's spelling of each dtype.
+    """
+
+    name: Name
+    prelude: str
+    prologue: str
+    type_names: dict[mx.Dtype, str]
+
+    def build(self, program: Program) -> Launch: ...
+
+
+Key = tuple[Target, str, Configuration, tuple[mx.Dtype, ...]]
+
+# At module level because caches are deep-copied and compiled kernels cannot be.
+_COMPILED: dict[Key, tuple[str, Launch]] = {}
+_PROVEN: set[Key] = set()
+_LOCK = threading.Lock()
+
+
+@lru_cache
+def read_source(room: str, name: str) -> str:
+    """Return the text of a file in ``bodies``, ``headers`` or ``preludes``, without comments: MLX copies it at every call."""
+    text = resources.files("kivi.backends.kernels").joinpath(room, name).read_text()
+    return "\n".join(filter(None, (line.split("//")[0].strip() for line in text.splitlines()))) + "\n"
+
+
+def compose(
+    target: Target, kernel: Kernel, settings: Configuration, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+) -> Program:
+    """Return the text of ``kernel`` for ``target``.
+
+    The program's name ends in a digest of all of it: MLX's caches of compiled CUDA kernels, on disk too, know kernels by
+    name only.
+    """
+    macros = {**dict(settings), "THREADS": kernel.threads}
+    lines = [f"#define {name} {_spell(target, value)}" for name, value in macros.items()]
+    header = "\n".join(
+        [
+            read_source("preludes", target.prelude),
+            *lines,
+            "",
+            *(read_source("headers", header.format(prelude=target.prelude)) for header in kernel.headers),
+        ]
+    )
+    body = read_source("bodies", kernel.name + ".body")
+    if kernel.before is not None:
+        body = f"if (group.x < BEFORE_GROUPS) {{\n{read_source('bodies', kernel.before + '.body')}}} else {{\n{body}}}\n"
+    source = f"{target.prologue}\n{body}"
+    digest = hashlib.sha256(repr((header, source, kernel.inputs, inputs, kernel.outputs, outputs)).encode()).hexdigest()
+    name = f"kivi_{kernel.name}_{digest[:12]}"
+    shared_bytes = cast("int", macros.get("SHARED_BYTES", 0))
+    return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source, shared_bytes)
+
+
+def launch(
+    target: Target,
+    kernel: Kernel,
+    settings: Configuration,
+    inputs: Sequence[mx.array],
+    *,
+    groups: Grid,
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+) -> list[mx.array]:
+    """Run ``kernel`` on a grid of ``groups`` threadgroups and return its outputs, given as shapes and dtypes.
+
+    Compiles on the first use of a configuration, and waits for that first result, so that a kernel that cannot be compiled
+    or run fails here, by name. Later uses are lazy like any MLX operation.
+
+    Raises:
+        BackendError: the kernel failed to compile or to run.
+    """
+    padded = [_at_least_smallest(array) for array in inputs]
+    dtypes = [array.dtype for array in padded]
+    key: Key = (target, kernel.name, settings, tuple(dtypes))
+    shapes, output_dtypes = [shape for shape, _ in outputs], [dtype for _, dtype in outputs]
+    try:
+        _, run = _compiled(key, target, kernel, settings, dtypes, output_dtypes)
+        results = run(
+            inputs=padded,
+            grid=(groups[0] * kernel.threads, groups[1], groups[2]),
+            threadgroup=(kernel.threads, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=output_dtypes,
+        )
+        if key not in _PROVEN:
+            mx.eval(results)
+            _PROVEN.add(key)
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(f"backend={target.name}: kernel {kernel.name} with {_describe(settings)} failed: {error}") from error
+    return results
+
+
+@lru_cache(maxsize=1024)
+def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
+    """Return a small input, kept because the same few are passed in every layer and step."""
+    array = mx.array(values + (0,) * max(SMALLEST_INPUT - len(values), 0), dtype)
+    mx.eval(array)
+    return array
+
+
+def compiled_variants(target: Target) -> list[str]:
+    """Return the names of the programs compiled for ``target`` so far."""
+    return [name for key, (name, _) in _COMPILED.items() if key[0] is target]
+
+
+def _compiled(
+    key: Key,
+    target: Target,
+    kernel: Kernel,
+    settings: Configuration,
+    inputs: Sequence[mx.Dtype],
+    outputs: Sequence[mx.Dtype],
+) -> tuple[str, Launch]:
+    with _LOCK:
+        if key not in _COMPILED:
+            program = compose(target, kernel, settings, inputs, outputs)
+            _COMPILED[key] = program.name, target.build(program)
+        return _COMPILED[key]
+
+
+def _at_least_smallest(array: mx.array) -> mx.array:
+    if array.size >= SMALLEST_INPUT:
+        return array
+    return mx.concatenate([array.reshape(-1), mx.zeros((SMALLEST_INPUT,), array.dtype)])
+
+
+def _spell(target: Target, value: Setting) -> str:
+    if isinstance(value, mx.Dtype):
+        return target.type_names[value]
+    return f"{value!r}f" if isinstance(value, float) else str(value)
+
+
+def _describe(settings: Configuration) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings)

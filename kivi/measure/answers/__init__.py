@@ -1,0 +1,1 @@
+"""Questions with right answers, and the scorers that say how right a text is."""

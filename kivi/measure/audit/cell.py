@@ -1,0 +1,102 @@
+"""Whether a cell's caches were what the spec says and weighed what they said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlx_lm.models.cache import QuantizedKVCache
+
+from kivi.accounting import CacheBytes, sum_bytes
+from kivi.cache.roundtrip import RoundTripKIVICache
+from kivi.cache.single import KIVICache
+from kivi.measure.arms import Arm, held_arrays
+from kivi.measure.memory import cache_bytes, held_bytes
+from kivi.measure.quality import Scores
+from kivi.measure.results import Audit, Finding
+
+CLASSES = {"kivi": KIVICache, "kivi-roundtrip": RoundTripKIVICache, "mlx-quantized": QuantizedKVCache}
+
+# KL of the full cache to itself, cut into other calls: at most 1.1e-10 over 1,024 positions (SmolLM2, float32 on a CPU).
+# Eight bits cost 9e-6 on average. Coarser arithmetic is noisier (TF32 on an H200: 2e-5), but what the guard looks at is cut
+# into the reference's own calls wherever the window is a multiple of 32, so that there a quantiser that never ran is at 0.
+NOISE = 1e-9
+
+# Active memory counts whole pages and whatever else the process holds; a cache that hides its full-precision copy is off by
+# a factor, not by this.
+GROWTH_SLACK = 0.05
+PAGE_BYTES = 16_384  # what an allocator may round an array up to
+
+
+def audit_cell(arm: Arm, scores: Scores, growth: int) -> Audit:
+    """Audit the caches of ``arm`` after its generation.
+
+    Args:
+        arm: The arm, with its caches as they were left.
+        scores: The scored positions of the same spec.
+        growth: Bytes by which MLX's active memory grew since before the caches were made.
+    """
+    layers = [cache_bytes(cache) for cache in arm.caches]
+    total = sum_bytes(layers)
+    findings = [
+        *_classes(arm),
+        *_honesty(arm.caches, layers),
+        *_witness(arm.caches, total, growth),
+        *_zero_guard(arm, scores),
+    ]
+    passed = not any(finding.severity == "error" for finding in findings)
+    return Audit(passed=passed, findings=findings, bytes=total)
+
+
+def _error(name: str, evidence: str) -> Finding:
+    return Finding(name=name, severity="error", evidence=evidence)
+
+
+def _classes(arm: Arm) -> Iterator[Finding]:
+    """The caches are those of the spec, and none is taken for mlx-lm's quantised cache by its attribute ``bits``."""
+    count = len(arm.caches)
+    for index, cache in enumerate(arm.caches):
+        if str(index) in arm.kept or arm.spec.kind == "full":
+            continue
+        expected = CLASSES[arm.spec.for_layer(index, count).kind]
+        if not isinstance(cache, expected):
+            yield _error("class", f"layer {index} has a {type(cache).__name__}, the spec says {expected.__name__}")
+        if expected is not QuantizedKVCache and hasattr(cache, "bits"):
+            yield _error("bits attribute", f"layer {index}: mlx-lm takes a cache with `bits` for its own and reads it wrongly")
+    if arm.kept:
+        kept = ", ".join(f"{index} {why}" for index, why in arm.kept.items())
+        yield Finding(name="layers kept", severity="info", evidence=f"layers with a cache of their own: {kept}")
+
+
+def _honesty(caches: Sequence[Any], layers: Sequence[CacheBytes]) -> Iterator[Finding]:
+    for index, (cache, booked) in enumerate(zip(caches, layers, strict=True)):
+        if not booked.is_honest:
+            yield _error(
+                "books",
+                f"layer {index}: {booked.resident} bytes resident, {booked.accounted} accounted and {booked.spare} spare",
+            )
+        held = held_bytes(cache)
+        if held > booked.resident:
+            yield _error("held", f"layer {index}: holds arrays of {held} bytes and reports {booked.resident}")
+
+
+def _witness(caches: Sequence[Any], total: CacheBytes, growth: int) -> Iterator[Finding]:
+    arrays = sum(1 for _ in held_arrays(caches))
+    allowed = total.resident * (1 + GROWTH_SLACK) + arrays * PAGE_BYTES
+    if growth > allowed:
+        yield _error("active memory", f"MLX's active memory grew by {growth} bytes, the caches report {total.resident}")
+
+
+def _zero_guard(arm: Arm, scores: Scores) -> Iterator[Finding]:
+    if not arm.layers:
+        return
+    # Of packed caches the control: its calls are the reference's, and its codes are the same.
+    kl = scores.kl if scores.control_kl is None else scores.control_kl
+    flips = scores.flips if scores.control_flips is None else scores.control_flips
+    kl, flips = kl[:, scores.first :], flips[:, scores.first :]
+    if kl.max() <= NOISE and not flips.any():
+        yield _error(
+            "zero guard",
+            f"the quantiser never ran: over {kl.size} positions that should see quantised keys the largest KL is "
+            f"{kl.max():.2g} and no token flips",
+        )

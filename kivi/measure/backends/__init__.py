@@ -1,0 +1,1 @@
+"""The comparison of backends: parity with the definition, and speed."""

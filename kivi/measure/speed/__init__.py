@@ -1,0 +1,1 @@
+"""How fast a cache is: prefill and decode beside the full cache."""

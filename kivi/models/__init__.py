@@ -1,0 +1,21 @@
+"""Models: the embedded one, folders in mlx-lm's format, and pinned revisions from Hugging Face."""
+
+from kivi.models.loading import (
+    EMBEDDED,
+    LoadedModel,
+    ModelError,
+    Origin,
+    check_model,
+    load_model,
+    weights_digest,
+)
+
+__all__ = [
+    "EMBEDDED",
+    "LoadedModel",
+    "ModelError",
+    "Origin",
+    "check_model",
+    "load_model",
+    "weights_digest",
+]

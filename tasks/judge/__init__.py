@@ -1,0 +1,1 @@
+"""The verdict: what was measured against limits, and against earlier nights."""

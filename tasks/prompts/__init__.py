@@ -1,0 +1,1 @@
+"""Prompt sets: rows from ``datasets``, local files and built-in sets."""

@@ -1,0 +1,133 @@
+"""An audit for a person: one Markdown page, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from kivi.measure.audit.report import AuditReport, Curve, Scene
+from tasks.report.figures import STYLE, legend_below, line_style, name_axes, svg
+from tasks.report.table import show_seconds
+from tasks.sanitize import markdown
+
+QUALITY_CURVES = {
+    "audit.step_kl": "KL, teacher-forced",
+    "audit.logit_cosine": "cosine, teacher-forced",
+    "audit.logit_cosine_free": "cosine, free-running",
+}
+CROWDED = 40  # points of a line beyond which markers hide it
+BOOKS_LABELS = {
+    "audit.live_bytes": "live arrays",
+    "audit.accounted_bytes": "billed",
+    "audit.full_precision_bytes": "full precision",
+    "audit.active_bytes": "MLX's active memory",
+}
+
+
+def audit_markdown(report: AuditReport) -> str:
+    """Return the audit as Markdown: verdict, what is wrong, then every scene with its evidence and its command."""
+    lines = [f"# Audit of {markdown(report.spec.slug)}", "", f"**{markdown(report.headline)}**", ""]
+    lines += [f"{markdown(report.cache)} on backend {markdown(report.backend)}; {markdown(report.device)}", ""]
+    for severity, title in (("error", "Errors"), ("warning", "Warnings")):
+        found = report.findings(severity)
+        if found:
+            lines += [f"## {title}", ""]
+            lines += [f"- {scene}, {markdown(one.name)}: {markdown(one.evidence)}" for scene, one in found]
+            lines += [""]
+    lines += ["## Scenes", "", "| scene | question | outcome | took |", "|---|---|---|---|"]
+    lines += [
+        f"| {scene.name} | {markdown(scene.question)} | {scene.outcome} | {show_seconds(scene.seconds)} |"
+        for scene in report.scenes
+    ]
+    for scene in report.scenes:
+        lines += ["", f"## {scene.name}", "", *_evidence(scene)]
+    code = report.git_sha + (" with uncommitted changes" if report.git_dirty else "")
+    facts = {
+        "measured": f"{report.started:%Y-%m-%d %H:%M} UTC in {show_seconds(report.seconds)}",
+        "model": report.model or "none",
+        "BLAS": report.blas,
+        "packages": ", ".join(f"{name} {version}" for name, version in report.packages.items()),
+        "code": code,
+    }
+    lines += ["", "## Provenance", "", *[f"- {name}: {markdown(value)}" for name, value in facts.items()], ""]
+    return "\n".join(lines)
+
+
+def audit_figures(report: AuditReport) -> dict[str, str]:
+    """Return the figures by file name."""
+    scenes = {scene.name: scene for scene in report.scenes}
+    drawn = {}
+    books = [curve for name in ("books", "witness") if name in scenes for curve in scenes[name].curves]
+    if books:
+        drawn["figures/books.svg"] = books_figure(books)
+    if "append" in scenes and scenes["append"].curves:
+        drawn["figures/oldest_error.svg"] = drift_figure(scenes["append"].curves[0])
+    if "quality" in scenes and scenes["quality"].curves:
+        drawn["figures/quality.svg"] = quality_figure(scenes["quality"].curves)
+    return drawn
+
+
+def books_figure(curves: Sequence[Curve]) -> str:
+    """Return bytes by decode step: live, billed, in full precision, and MLX's own count."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for index, curve in enumerate(curves):
+            _draw(axes, curve, BOOKS_LABELS.get(curve.name, curve.name), index)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
+        name_axes(axes, "bytes of one layer's cache", "decode step", "kB")
+        legend_below(figure, axes)
+        return svg(figure)
+
+
+def drift_figure(curve: Curve) -> str:
+    """Return the error of the oldest group of keys as tokens come: a straight line where old codes never change."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 2.4), layout="constrained")
+        axes = figure.subplots()
+        _draw(axes, curve, "oldest group", 0)
+        axes.set_ylim(0, 2 * max(curve.values) or 1)
+        name_axes(axes, "mean error of the oldest group of keys", curve.axis, "")
+        return svg(figure)
+
+
+def quality_figure(curves: Sequence[Curve]) -> str:
+    """Return KL and cosines by decode step, a line a cache: what is the cache's error, and what is divergence."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+        panels = figure.subplots(1, len(QUALITY_CURVES))
+        for axes, (prefix, title) in zip(panels, QUALITY_CURVES.items(), strict=True):
+            shown = [curve for curve in curves if curve.name.partition("/")[0] == prefix]
+            for index, curve in enumerate(shown):
+                _draw(axes, curve, curve.name.partition("/")[2], index)
+            name_axes(axes, title, "decode step", "nats" if prefix.endswith("kl") else "")
+        top = max(1.0, *[value for curve in curves if "cosine" in curve.name for value in curve.values])
+        low = min([value for curve in curves if "cosine" in curve.name for value in curve.values])
+        for axes in panels[1:]:
+            axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
+        if max(value for curve in curves if "kl" in curve.name for value in curve.values) > 0:
+            panels[0].set_yscale("log")
+            for set_formatter in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
+                set_formatter(LogFormatter())  # the default one needs mathematics in text
+        legend_below(figure, panels[0])
+        return svg(figure)
+
+
+def _evidence(scene: Scene) -> list[str]:
+    lines = [f"{markdown(scene.question)}", ""]
+    if scene.not_run:
+        lines += [markdown(scene.not_run)]
+    lines += [f"- {found.severity}: {markdown(found.name)}: {markdown(found.evidence)}" for found in scene.findings]
+    if scene.findings:
+        lines += ["", f"Again: `{scene.findings[0].command}`"]
+    return lines
+
+
+def _draw(axes: Axes, curve: Curve, label: str, index: int) -> None:
+    style = {**line_style(index), "marker": None} if len(curve.steps) > CROWDED else line_style(index)
+    axes.plot(curve.steps, curve.values, label=label, **style, markersize=3, linewidth=1)

@@ -1,0 +1,190 @@
+"""The report of a night: one page for a browser, its Markdown twin, and Prefect's artifacts of the same content.
+
+Whatever models and data sets contain is escaped: HTML by jinja2's autoescape, Markdown by the filter ``md``, control
+characters in both by :mod:`tasks.sanitize`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from prefect import task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from pydantic import Field
+
+from kivi.measure.results import CellResult
+from tasks import paths as places
+from tasks.config import Config
+from tasks.judge.gate import Verdict
+from tasks.report.figures import depth_figure, panel_title, pareto_figure, step_figure
+from tasks.report.kernel_parity import PARITY_LEGEND, parity_lines
+from tasks.report.table import ANSWERS_LEGEND, HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
+from tasks.run.night import Night
+from tasks.run.result_files import StoreError
+from tasks.sanitize import markdown, visible
+
+SAMPLES = 2  # continuations shown a cell
+LONGEST_SAMPLE = 600  # characters
+
+
+class Figure(Config):
+    """A titled ``<svg>`` element."""
+
+    title: str
+    svg: str
+
+
+class Report(Config):
+    """A night's report, as texts."""
+
+    name: str = Field(description="file name without its ending")
+    html: str
+    markdown: str
+    note: str = Field(description="the Markdown with links as MLflow itself needs them: the run's description")
+    figures: dict[str, str] = Field(description="SVG by file name")
+
+    def write(self, folder: Path) -> Path:
+        """Write page and Markdown into ``folder``, each whole or not at all; return the page's path.
+
+        Raises:
+            StoreError: the folder cannot be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for ending, text in (("md", self.markdown), ("html", self.html)):
+                path = folder / f"{self.name}.{ending}"
+                draft = path.with_name(f".{path.name}.draft")
+                draft.write_text(text, encoding="utf-8")
+                draft.replace(path)
+        except OSError as error:
+            raise StoreError(f"{folder}: reports cannot be written: {error.strerror}; mend it and run again") from None
+        return path
+
+
+def build_report(
+    night: Night, verdict: Verdict, experiment_id: str = "", parent_id: str = "", cell_ids: Sequence[str] = ()
+) -> Report:
+    """Return the report of a night.
+
+    Args:
+        night: The night.
+        verdict: The gate's verdict on it.
+        experiment_id: MLflow's experiment, for links; without it there are none.
+        parent_id: The night's run.
+        cell_ids: The cells' runs, for the compare link.
+    """
+    figures, lines = _figures(night.results), rows(night, verdict)
+    shown = columns(lines)
+    linked = {}
+    if experiment_id:
+        linked = {
+            "this night's run": places.run_path(experiment_id, parent_id),
+            "its cells side by side": places.compare_path(experiment_id, cell_ids),
+        }
+    content: dict[str, Any] = {
+        "night": night,
+        "verdict": verdict,
+        "headings": HEADINGS._asdict(),
+        "columns": shown,
+        "rows": [line._asdict() for line in lines],
+        "legend": LEGEND + (ANSWERS_LEGEND if "answers" in shown else ""),
+        "tiers": tier_bounds(night, verdict),
+        "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
+        "links": linked,
+        "address": f"{places.UI_ADDRESS}/",
+        "parity": parity_lines(night),
+        "parity_legend": PARITY_LEGEND,
+        "facts": _facts(night),
+        "total": sum(night.seconds.values()),
+        "samples": SAMPLES,
+        "longest": LONGEST_SAMPLE,
+    }
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", night.title).strip("-.")
+    text = _environment(html=False).get_template("report.md")
+    return Report(
+        name=f"{name}-{night.key[:8]}",
+        html=_environment(html=True).get_template("report.html").render(content),
+        markdown=text.render(content),
+        note=text.render({**content, "address": ""}),
+        figures={f"figures/{file}": figure.svg for file, figure in figures.items()},
+    )
+
+
+def publish_artifacts(report: Report, night: Night, verdict: Verdict, page: Path) -> None:
+    """Make Prefect's artifacts of a report: its Markdown, its table and a link to its page. Only within a run."""
+    key = re.sub(r"[^a-z0-9]+", "-", night.name.lower()).strip("-") or "night"
+    description = f"{visible(night.title)}: {verdict.headline}"
+    create_markdown_artifact(report.markdown, key=f"{key}-report", description=description)
+    create_table_artifact(
+        [dict(zip(HEADINGS, row, strict=True)) for row in rows(night, verdict)], key=f"{key}-table", description=description
+    )
+    create_link_artifact(page.resolve().as_uri(), link_text=page.name, key=f"{key}-page", description=description)
+
+
+def _figures(results: Sequence[CellResult]) -> dict[str, Figure]:
+    """Return the figures of each model and prompt set: cells that share no tokens share no figure."""
+    panels: dict[str, list[CellResult]] = {}
+    for result in results:
+        panels.setdefault(panel_title(result), []).append(result)
+    figures = {}
+    for number, (title, members) in enumerate(panels.items()):
+        for kind, what, draw in (
+            ("pareto", "bytes a token against KL", pareto_figure),
+            ("by_step", "by decode step", step_figure),
+            ("by_depth", "by position", depth_figure),
+        ):
+            figures[f"{kind}_{number}.svg"] = Figure(title=f"{title}: {what}", svg=draw(members))
+    return figures
+
+
+def _facts(night: Night) -> dict[str, list[str]]:
+    """Return what produced the results: each fact with its distinct values."""
+    made = [result.provenance for result in night.results]
+    facts = {
+        "model": [f"{one.model}, revision {one.model_revision}, weights {one.weights_digest[:16]}" for one in made],
+        "dtype": [one.model_dtype for one in made],
+        "prompts": [
+            f"{prompts.name}: {prompts.source}"
+            + (f", {prompts.rows} rows" if prompts.rows else "")
+            + f", SHA-256 {prompts.sha256}"
+            for prompts in night.prompt_sets
+        ],
+        "device": [one.device for one in made],
+        "BLAS": [one.blas for one in made],
+        "backend": [f"{one.backend}: {one.backend_reason}" for one in made],
+        "packages": [", ".join(f"{name} {version}" for name, version in one.packages.items()) for one in made],
+        "code": [one.git_sha + (" with uncommitted changes" if one.git_dirty else "") for one in made],
+        "night key": [night.key],
+        "Prefect flow run": [night.flow_run_id] if night.flow_run_id else [],
+    }
+    return {name: list(dict.fromkeys(values)) for name, values in facts.items() if values}
+
+
+def _environment(*, html: bool) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("tasks.report"),
+        autoescape=html,  # noqa: S701  Markdown has its own filter
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"md": markdown, "visible": visible, "seconds": show_seconds, "lines": _visible_lines}
+    return environment
+
+
+def _visible_lines(text: str, longest: int) -> str:
+    """Return ``text`` with its line breaks kept, all else that hides made visible, cut to ``longest`` characters."""
+    cut = text if len(text) <= longest else text[:longest] + " …"
+    return "\n".join(visible(line) for line in cut.split("\n"))
+
+
+report = task(name="report", cache_policy=NO_CACHE)(build_report)
+publish = task(name="publish", cache_policy=NO_CACHE)(publish_artifacts)
+
+__all__ = ["Report", "build_report", "publish", "publish_artifacts", "report"]

@@ -1,0 +1,249 @@
+"""Caches that lie, each in its own way: the audit names what each does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from kivi.accounting import CacheBytes, resident_bytes
+from kivi.cache.roundtrip import RoundTripKIVICache
+from kivi.cache.single import KIVICache
+from kivi.measure.audit.checks import AuditReport, SceneSettings, Subject, audit, audit_spec, subject_of
+from kivi.quantize import group_roundtrip
+from kivi.spec import CacheSpec
+
+SPEC = CacheSpec.parse("kivi:bits=2,residual=32,backend=mlx")
+ROUNDTRIP = CacheSpec.parse("kivi-roundtrip:bits=2,residual=32,backend=mlx")
+SETTINGS = SceneSettings(decode_steps=40, history=256)
+HONEST = subject_of(SPEC, heads=SETTINGS.heads, head_dim=SETTINGS.head_dim)
+
+
+def audited(cache: Any, spec: CacheSpec = SPEC, *names: str) -> AuditReport:
+    subject = Subject(spec=spec, make=lambda: cache(spec), heads=SETTINGS.heads, head_dim=SETTINGS.head_dim)
+    report = audit(subject, SETTINGS, names=names)
+    assert not report.passed
+    return report
+
+
+def errors(report: AuditReport) -> dict[tuple[str, str], str]:
+    return {(scene, found.name): found.evidence for scene, found in report.findings("error")}
+
+
+class FullInDisguise(KVCache):
+    """Stores full precision, bills two bits."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def bytes(self) -> CacheBytes:
+        billed = HONEST.bill(self.offset)
+        return billed.model_copy(update={"resident": billed.accounted})
+
+
+def test_two_bits_billed_and_full_precision_stored():
+    found = errors(audited(FullInDisguise, SPEC, "books", "witness", "growth", "definition"))
+    assert "live arrays hold" in found["books", "resident"] and "wrong at 40 of 40 decode steps" in found["books", "resident"]
+    assert ("books", "total") in found and ("witness", "active memory") in found
+    assert "the spec promises 192.0" in found["growth", "bytes a token"]
+    assert found["definition", "lossy"].startswith("the quantiser never ran: 65,536 of 65,536 numbers")
+
+
+class SpareLiar(FullInDisguise):
+    """The same, and calls the difference spare capacity."""
+
+    def bytes(self) -> CacheBytes:
+        live = resident_bytes((self.keys, self.values))
+        billed = HONEST.bill(self.offset)
+        return billed.model_copy(update={"resident": live, "spare": live - billed.accounted})
+
+
+def test_full_precision_called_spare_capacity():
+    found = errors(audited(SpareLiar, SPEC, "books", "growth"))
+    assert ("books", "resident") not in found and ("books", "total") not in found
+    assert "are called spare capacity" in found["books", "spare"]
+    assert ("growth", "bytes a token") in found
+
+
+@pytest.mark.parametrize("text", ["kivi:bits=2,residual=32,backend=mlx", "kivi:bits=4,backend=mlx"])
+def test_a_cache_that_grows_by_more_than_it_states(text, monkeypatch):
+    """An eighth instead of a 32nd, as an earlier version grew."""
+    spec = CacheSpec.parse(text)
+    assert audit_spec(spec, SETTINGS, names=["growth"]).passed
+    monkeypatch.setattr("kivi.cache.storage.GROWTH", 8)
+    found = errors(audit_spec(spec, SETTINGS, names=["growth"]))
+    assert found.keys() == {("growth", "spare as it grows")}
+    assert "its class states at most" in found["growth", "spare as it grows"]
+
+
+class ForgetsWindow(KIVICache):
+    """Leaves the residual window out of its bill."""
+
+    def bytes(self) -> CacheBytes:
+        return super().bytes().model_copy(update={"residual": 0})
+
+
+class ForgetsWindowAltogether(KIVICache):
+    """Leaves the residual window out of its bill and out of what it calls resident."""
+
+    def bytes(self) -> CacheBytes:
+        said = super().bytes()
+        return said.model_copy(update={"residual": 0, "resident": said.resident - said.residual})
+
+
+@pytest.mark.parametrize("cache", [ForgetsWindow, ForgetsWindowAltogether])
+def test_a_residual_window_that_is_not_billed(cache):
+    found = errors(audited(cache, SPEC, "books"))
+    assert "bills 0 bytes for residual of" in found["books", "bill of residual"]
+    assert "more than bill and spare" in found["books", "total"]
+    assert (("books", "resident") in found) == (cache is ForgetsWindowAltogether)
+
+
+class Requantises(RoundTripKIVICache):
+    """Quantises the whole history anew at each flush, as one group a channel."""
+
+    def _roundtrip(self, start: int, stop: int) -> None:  # noqa: ARG002
+        rules = {"bits": 2, "param_dtype": mx.float16}
+        self.keys[..., :stop, :] = group_roundtrip(self.keys[..., :stop, :], group_size=stop, axis=-2, **rules)
+        self.values[..., :stop, :] = group_roundtrip(self.values[..., :stop, :], group_size=32, axis=-1, **rules)
+
+
+def test_old_codes_that_are_quantised_again_at_each_flush():
+    found = errors(audited(Requantises, ROUNDTRIP, "append", "definition"))
+    assert "of the first 32 tokens have changed" in found["append", "old codes"]
+    assert ("append", "oldest group's error") in found
+    assert "differ from the definition" in found["definition", "as defined"]
+
+
+class SwapsInBatch(KIVICache):
+    """Becomes a full cache when it is batched."""
+
+    @classmethod
+    def merge(cls, caches: list[KIVICache]) -> BatchKVCache:
+        full = []
+        for cache in caches:
+            full.append(KVCache())
+            full[-1].update_and_fetch(*cache.dequantized())
+        return BatchKVCache.merge(full)
+
+
+def test_a_packed_cache_that_is_swapped_for_a_full_one_in_a_batch():
+    found = errors(audited(SwapsInBatch, SPEC, "batch"))
+    assert "row 0 comes out of a BatchKVCache as KVCache" in found["batch", "rows"]
+    assert "a BatchKVCache keeps no books" in found["batch", "books"]
+
+
+class Box:
+    def __init__(self) -> None:
+        self.kept: list[mx.array] = []
+
+
+class HidesInObject(KIVICache):
+    """Keeps the exact keys in an object that its books do not look into."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__(spec)
+        self._box = Box()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._box.kept.append(keys)
+        return super().update_and_fetch(keys, values)
+
+
+def test_an_array_hidden_from_the_books_in_an_object():
+    found = errors(audited(HidesInObject, SPEC, "books", "witness"))
+    assert {("books", "resident"), ("books", "total"), ("witness", "active memory")} <= set(found)
+
+
+class HidesInClosure(KIVICache):
+    """Keeps the exact keys where no walk over its attributes comes by."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__(spec)
+        kept: list[mx.array] = []
+        self._hide = lambda keys: kept.append(keys)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._hide(keys)
+        return super().update_and_fetch(keys, values)
+
+
+def test_an_array_hidden_in_a_closure_is_seen_by_the_second_witness_alone():
+    found = errors(audited(HidesInClosure, SPEC, "books", "witness"))
+    assert set(found) == {("witness", "active memory")}
+    assert "MLX's active memory grew by" in found["witness", "active memory"]
+
+
+class QuantisesEachCall(RoundTripKIVICache):
+    """Quantises what a call brings as it comes, one token at a time when decoding: minimum is maximum, and keys stay exact."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        rounded = [
+            group_roundtrip(x, bits=2, group_size=32, axis=axis, param_dtype=mx.float32)
+            for x, axis in ((keys, -2), (values, -1))
+        ]
+        return KVCache.update_and_fetch(self, *rounded)
+
+
+def test_a_quantiser_that_depends_on_the_calls():
+    found = errors(audited(QuantisesEachCall, ROUNDTRIP, "chunking", "definition"))
+    assert "differ from one token a call" in found["chunking", "chunking"]
+    assert ("definition", "as defined") in found
+
+
+class TrimsTooMuch(KIVICache):
+    """Forgets one token more than it says."""
+
+    def trim(self, n: int) -> int:
+        return super().trim(n + 1) - 1 if n > 0 else 0
+
+
+class Stale(RoundTripKIVICache):
+    """Moves its offset back at a trim and reads old rows when it grows again."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        room = 0 if self.keys is None else self.keys.shape[-2] - self.offset
+        if getattr(self, "_trimmed", 0) and keys.shape[-2] <= room:
+            self.offset += keys.shape[-2]
+            return self.keys_and_values()
+        return super().update_and_fetch(keys, values)
+
+    def trim(self, n: int) -> int:
+        self._trimmed = super().trim(n)
+        return self._trimmed
+
+
+@pytest.mark.parametrize(
+    ("cache", "spec", "words"),
+    [(TrimsTooMuch, SPEC, "stands at"), (Stale, ROUNDTRIP, "further from what was put in than one rounding explains")],
+)
+def test_a_trim_that_is_wrong(cache, spec, words):
+    report = audited(cache, spec, "trim")
+    assert any(words in found.evidence for _, found in report.findings("error"))
+
+
+class LoadsAsAnother(KIVICache):
+    """Is saved under the name of another class."""
+
+
+LoadsAsAnother.__name__ = "KVCache"
+
+
+class CannotBeSaved(KIVICache):
+    @property
+    def state(self) -> Any:
+        raise TypeError("cannot be saved")
+
+    @state.setter
+    def state(self, state: Any) -> None:  # noqa: ARG002
+        raise TypeError("cannot be loaded")
+
+
+def test_a_cache_that_does_not_survive_saving():
+    report = audited(CannotBeSaved, SPEC, "save", "growth")
+    assert errors(report)["save", "raised"] == "the cache raised TypeError: cannot be saved"
+    assert all("Traceback" in scene.details for scene in report.scenes)
+    assert audited(LoadsAsAnother, SPEC, "save").findings("error")
