@@ -119,7 +119,7 @@ def test_dtype_decides_what_runs_and_not_the_digest(loaded: LoadedModel, dtype: 
 
 
 def test_a_killed_conversion_leaves_no_half_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import kivi\nfrom kivi import embedded\nembedded.provide()"
+    code = "import kivi\nfrom kivi.models import embedded\nembedded.provide()"
     environment = {**os.environ, "KIVI_CACHE_DIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     drafts: list[Path] = []
