@@ -12,7 +12,7 @@ USAGE = frozenset(
     {
         "kivi.attention.AttentionError",
         "kivi.backends.BackendError",
-        "kivi.models.ModelError",
+        "kivi.models.loading.ModelError",
         "kivi.spec.SpecError",
         "tasks.tracking.baseline.BaselineError",
         "tasks.config.ConfigError",

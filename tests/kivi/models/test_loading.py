@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kivi import models
-from kivi.models import LoadedModel, ModelError, check_model, embedded, load_model, weights_digest
+from kivi.models import LoadedModel, ModelError, check_model, embedded, load_model, loading, weights_digest
 
 import mlx.core as mx  # isort: skip  after kivi, which loads OpenBLAS first
 
@@ -286,8 +285,8 @@ def test_the_digest_follows_the_weights_and_is_remembered(
     first = weights_digest(folder)
     assert weights_digest(folder) == first
     hashed: list[str] = []
-    file_digest = models.hashlib.file_digest
-    monkeypatch.setattr(models.hashlib, "file_digest", lambda *a: hashed.append("again") or file_digest(*a))
+    file_digest = loading.hashlib.file_digest
+    monkeypatch.setattr(loading.hashlib, "file_digest", lambda *a: hashed.append("again") or file_digest(*a))
     assert weights_digest(folder) == first
     assert hashed == []
     mx.save_safetensors(str(folder / "model.safetensors"), {"a": mx.ones((4,))})
