@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, computed_field, model_validator
 
-from kivi.quantize import padded_length
-from kivi.spec import CacheSpec
+from kivi.codec import Codecs
 
 
 class CacheBytes(BaseModel):
@@ -93,7 +92,7 @@ class Token(NamedTuple):
 
 
 def packed_bytes(
-    spec: CacheSpec,
+    codecs: Codecs,
     token: Token,
     *,
     rows: int,
@@ -104,12 +103,8 @@ def packed_bytes(
 ) -> CacheBytes:
     """Bill a packed cache from its counts (layout: docs/cache.md).
 
-    A quantised token costs ``key_dim * key_bits / 8`` bytes of key codes and, once a group of tokens, a scale and a zero a
-    channel; ``value_dim`` padded to whole groups times ``value_bits / 8`` bytes of value codes, and a scale and a zero a
-    group of channels.
-
     Args:
-        spec: Bits, group size and dtype of the parameters.
+        codecs: What a quantised token costs.
         token: A token in full precision.
         rows: Batch rows times KV heads.
         quantized: Tokens a row that are stored as codes, a whole number of groups.
@@ -117,16 +112,13 @@ def packed_bytes(
         resident: Bytes of the live arrays, measured by the caller.
         spare: Bytes of capacity that holds no token.
     """
-    group = spec.group_size
-    params = 2 * spec.params.size  # a scale and a zero
-    value_width = padded_length(token.value_dim, group)
     return CacheBytes(
         resident=resident,
         full_precision=rows * (quantized + exact) * token.size,
-        key_codes=rows * quantized * token.key_dim * spec.key_bits // 8,
-        key_params=rows * (quantized // group) * token.key_dim * params,
-        value_codes=rows * quantized * value_width * spec.value_bits // 8,
-        value_params=rows * quantized * (value_width // group) * params,
+        key_codes=rows * codecs.keys.code_bytes(quantized, token.key_dim),
+        key_params=rows * codecs.keys.param_bytes(quantized, token.key_dim),
+        value_codes=rows * codecs.values.code_bytes(quantized, token.value_dim),
+        value_params=rows * codecs.values.param_bytes(quantized, token.value_dim),
         residual=rows * exact * token.size,
         spare=spare,
     )

@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from kivi.codec import Codecs
+
 Kind = Literal["full", "kivi", "kivi-roundtrip", "mlx-quantized"]
 BackendName = Literal["auto", "metal", "cuda", "mlx"]
 ParamDtype = Literal["float16", "float32"]
@@ -86,7 +88,9 @@ class CacheSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Kind = Field("kivi", description="full, kivi (packed), kivi-roundtrip (the seed's), mlx-quantized (mlx-lm's own)")
+    kind: Kind = Field(
+        "kivi", description="full, kivi (packed), kivi-roundtrip (rounded, stored in full), mlx-quantized (mlx-lm's own)"
+    )
     key_bits: Bits = Field(2, description="bits a key code: 2, 4 or 8")
     value_bits: Bits = Field(2, description="bits a value code: 2, 4 or 8")
     group_size: GroupSize = Field(32, description="elements that share a scale and a zero: 32, 64 or 128")
@@ -191,6 +195,13 @@ class CacheSpec(BaseModel):
     def params(self) -> mx.Dtype:
         """MLX's dtype of scales and zeros."""
         return mx.float16 if self.param_dtype == "float16" else mx.float32
+
+    @property
+    def codecs(self) -> Codecs:
+        """How keys and values become codes."""
+        return Codecs.of(
+            key_bits=self.key_bits, value_bits=self.value_bits, group_size=self.group_size, param_dtype=self.params
+        )
 
     @property
     def slug(self) -> str:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from kivi.codec import Codec, Codecs, Packed
 from kivi.spec import BackendName
 
 Name = Literal["mlx", "metal", "cuda"]
@@ -28,19 +29,6 @@ class BackendError(RuntimeError):
     """A backend that is missing, or a kernel that failed to compile or to run."""
 
 
-class Packed(NamedTuple):
-    """Packed codes with the scale and zero of their groups: the triple that ``mx.quantized_matmul`` takes.
-
-    Keys (groups along tokens): words ``[B, H, D, S * bits / 32]``, scale and zero ``[B, H, D, S / G]``.
-    Values (groups along channels): words ``[B, H, S, D' * bits / 32]``, scale and zero ``[B, H, S, D' / G]``, where ``D'``
-    is ``D`` padded to whole groups. Words are uint32, codes low bits first; scale and zero are in ``param_dtype``.
-    """
-
-    words: mx.array
-    scale: mx.array
-    zero: mx.array
-
-
 @dataclass(frozen=True)
 class History:
     """What a few queries attend to: one layer's tokens in storage order, oldest first.
@@ -50,9 +38,7 @@ class History:
     have histories of different lengths.
     """
 
-    key_bits: int
-    value_bits: int
-    group_size: int
+    codecs: Codecs
     sink_keys: mx.array | None  # [B, H, capacity, D_k]
     sink_values: mx.array | None  # [B, H, capacity, D_v]
     keys: Packed | None  # capacity C tokens; None while nothing is quantised
@@ -69,16 +55,12 @@ class Backend(Protocol):
 
     name: Name
 
-    def group_roundtrip(self, x: mx.array, *, bits: int, group_size: int, axis: int, param_dtype: mx.Dtype) -> mx.array:
-        """Return what :func:`kivi.quantize.group_roundtrip` returns."""
+    def group_roundtrip(self, x: mx.array, codec: Codec) -> mx.array:
+        """Return what :meth:`kivi.codec.Codec.roundtrip` returns."""
         ...
 
-    def quantize_keys(self, keys: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
-        """Quantise and pack keys ``[B, H, S, D]``; ``S`` is a whole number of groups."""
-        ...
-
-    def quantize_values(self, values: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
-        """Quantise and pack values ``[B, H, S, D]``."""
+    def quantize(self, x: mx.array, codec: Codec) -> Packed:
+        """Quantise and pack keys or values ``[B, H, S, D]``; for keys ``S`` is a whole number of groups."""
         ...
 
     def decode_attention(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import cast
 
 import mlx.core as mx
 
 from kivi.backends import Availability, Name
-from kivi.backends.kernels.program import Launch, Program
+from kivi.backends.kernels.program import Launch, Program, build_with
 from kivi.backends.kernels.tensor_attention import DECLARED_BYTES, TensorBackend
 
 # KiB of shared memory that a threadgroup may have, by architecture (CUDA C++ Programming Guide, technical specifications per
@@ -38,16 +37,7 @@ class CudaTarget:
         return shared_limit(str(mx.device_info(mx.Device(mx.gpu))["architecture"]))
 
     def build(self, program: Program) -> Launch:
-        launch = mx.fast.cuda_kernel(
-            name=program.name,
-            input_names=list(program.inputs),
-            output_names=list(program.outputs),
-            header=program.header,
-            source=program.source,
-            ensure_row_contiguous=True,
-            shared_memory=_shared_memory(program.shared_bytes),
-        )
-        return cast("Launch", launch)
+        return build_with(mx.fast.cuda_kernel, program, shared_memory=_shared_memory(program.shared_bytes))
 
 
 def shared_limit(architecture: str) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import mlx.core as mx
 
 from kivi.backends import Availability, Name
 from kivi.backends.kernels.backend import KernelBackend
-from kivi.backends.kernels.program import Launch, Program
+from kivi.backends.kernels.program import Launch, Program, build_with
 
 
 class MetalTarget:
@@ -29,16 +27,7 @@ class MetalTarget:
     }
 
     def build(self, program: Program) -> Launch:
-        launch = mx.fast.metal_kernel(
-            name=program.name,
-            input_names=list(program.inputs),
-            output_names=list(program.outputs),
-            header=program.header,
-            source=program.source,
-            ensure_row_contiguous=True,
-            compile_options={"math_mode": "safe"},
-        )
-        return cast("Launch", launch)
+        return build_with(mx.fast.metal_kernel, program, compile_options={"math_mode": "safe"})
 
 
 def available() -> Availability:

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
-from kivi.backends import Availability, History, Packed
+from kivi.backends import Availability, History
+from kivi.codec import Codec, Packed
 from kivi.machine import cores
-from kivi.quantize import WORD_BITS, group_roundtrip, padded_length, smallest_scale
 
 # On a CPU an MLX stream is one thread, and so would attention be: it is shared out to a stream a core, at most this many.
 STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(8, cores()))]
@@ -34,28 +34,26 @@ class MLXBackend:
 
     name: Literal["mlx"] = "mlx"
 
-    def group_roundtrip(self, x: mx.array, *, bits: int, group_size: int, axis: int, param_dtype: mx.Dtype) -> mx.array:
-        """Return what :func:`kivi.quantize.group_roundtrip` returns."""
-        return group_roundtrip(x, bits=bits, group_size=group_size, axis=axis, param_dtype=param_dtype)
+    def group_roundtrip(self, x: mx.array, codec: Codec) -> mx.array:
+        """Return what :meth:`kivi.codec.Codec.roundtrip` returns."""
+        return codec.roundtrip(x)
 
-    def quantize_keys(self, keys: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
-        """Quantise and pack keys ``[B, H, S, D]``; ``S`` is a whole number of groups."""
-        batch, heads, length, dim = keys.shape
-        grouped = keys.reshape(batch, heads, length // group_size, group_size, dim)
-        codes, scale, zero = _quantize(grouped, -2, bits, param_dtype)
-        parts = _join_lanes(codes.reshape(keys.shape), bits, -2)
-        words = mx.contiguous(parts.swapaxes(-1, -2)).view(mx.uint32)
+    def quantize(self, x: mx.array, codec: Codec) -> Packed:
+        """Quantise and pack keys or values; see :meth:`kivi.backends.Backend.quantize`."""
+        if codec.axis == -2:
+            batch, heads, length, dim = x.shape
+            grouped = x.reshape(batch, heads, codec.groups(length), codec.group_size, dim)
+        else:
+            missing = codec.padded(x.shape[-1]) - x.shape[-1]
+            if missing:
+                x = mx.concatenate([x, mx.repeat(x[..., -1:], missing, axis=-1)], axis=-1)
+            grouped = x.reshape(*x.shape[:-1], -1, codec.group_size)
+        codes, scale, zero = _quantize(grouped, codec)
+        lanes = _join_lanes(codes.reshape(x.shape), codec)
+        if codec.axis == -1:
+            return Packed(lanes.view(mx.uint32), scale, zero)
+        words = mx.contiguous(lanes.swapaxes(-1, -2)).view(mx.uint32)
         return Packed(words, scale.swapaxes(-1, -2), zero.swapaxes(-1, -2))
-
-    def quantize_values(self, values: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
-        """Quantise and pack values ``[B, H, S, D]``."""
-        missing = padded_length(values.shape[-1], group_size) - values.shape[-1]
-        if missing:
-            values = mx.concatenate([values, mx.repeat(values[..., -1:], missing, axis=-1)], axis=-1)
-        grouped = values.reshape(*values.shape[:-1], -1, group_size)
-        codes, scale, zero = _quantize(grouped, -1, bits, param_dtype)
-        words = _join_lanes(codes.reshape(values.shape), bits, -1).view(mx.uint32)
-        return Packed(words, scale, zero)
 
     def decode_attention(
         self,
@@ -120,7 +118,7 @@ def _share_out(whole: Share) -> tuple[int, list[Share]]:
     queries, history = whole.queries, whole.history
     batch, kv_heads = history.window_keys.shape[:2]
     pieces = (batch, kv_heads, queries.shape[2])
-    codes = 0 if history.keys is None else history.keys.words.size * (WORD_BITS // history.key_bits)
+    codes = 0 if history.keys is None else history.keys.words.size * history.codecs.keys.codes_per_word
     work = codes * (queries.shape[1] // kv_heads) * queries.shape[2]
     wanted = min(len(STREAMS), work // STREAM_CODES) if mx.default_device() == mx.cpu else 1
     if wanted <= 1:
@@ -179,18 +177,18 @@ def _side_by_side(
 
 def _dequantize_codes(history: History, keys: Packed, values: Packed, count: int) -> tuple[mx.array, mx.array]:
     """Return the first ``count`` tokens of the codes, whole groups, as keys and values."""
-    words, groups = count * history.key_bits // WORD_BITS, count // history.group_size
-    keys = Packed(keys.words[..., :words], keys.scale[..., :groups], keys.zero[..., :groups])
+    codecs = history.codecs
+    keys = Packed(*(part[..., :length] for part, length in zip(keys, codecs.keys.lengths(count), strict=True)))
     values = Packed(*(part[..., :count, :] for part in values))
-    exact_keys = _dequantize(keys, history.group_size, history.key_bits, history.window_keys.dtype)
-    exact_values = _dequantize(values, history.group_size, history.value_bits, history.window_values.dtype)
+    exact_keys = _dequantize(keys, codecs.keys, history.window_keys.dtype)
+    exact_values = _dequantize(values, codecs.values, history.window_values.dtype)
     return exact_keys.swapaxes(-1, -2), exact_values[..., : history.window_values.shape[-1]]
 
 
-def _dequantize(packed: Packed, group_size: int, bits: int, dtype: mx.Dtype) -> mx.array:
+def _dequantize(packed: Packed, codec: Codec, dtype: mx.Dtype) -> mx.array:
     # float32 parameters make MLX compute in float32, as the definition does; bfloat16 would ruin large zeros.
     scale, zero = packed.scale.astype(mx.float32), packed.zero.astype(mx.float32)
-    return mx.dequantize(packed.words, scale, zero, group_size=group_size, bits=bits, dtype=dtype)
+    return mx.dequantize(packed.words, scale, zero, group_size=codec.group_size, bits=codec.bits, dtype=dtype)
 
 
 def _pad_left(part: mx.array, columns: int) -> mx.array:
@@ -216,18 +214,18 @@ def _attend(share: Share, scale: float) -> mx.array:
     return out.reshape(batch, heads, length, -1).astype(queries.dtype)
 
 
-def _quantize(grouped: mx.array, axis: int, bits: int, param_dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-    """Quantise groups that lie along ``axis``; return codes as float32, scales and zeros without that axis.
+def _quantize(grouped: mx.array, codec: Codec) -> tuple[mx.array, mx.array, mx.array]:
+    """Quantise groups that lie along the codec's axis; return codes as float32, scales and zeros without that axis.
 
     The steps of :func:`kivi.quantize.group_quantize` with the same roundings. Codes of a group that is not finite differ,
     as the definition lets them; its parameters do not. ``mx.compile`` would be slower on a CPU, measured at 2.5 times.
     """
-    levels = (1 << bits) - 1
+    axis, levels, param_dtype = codec.axis, codec.levels, codec.param_dtype
     low, high = mx.min(grouped, axis=axis).astype(mx.float32), mx.max(grouped, axis=axis).astype(mx.float32)
     # Infinities show in minimum and maximum, NaN need not: it depends on the kernel that MLX takes.
     finite = mx.isfinite(low) & mx.isfinite(high) & ~_has_nan(grouped, axis)
     scale = mx.where(finite, (high - low) / levels, mx.nan).astype(param_dtype)
-    scale = mx.maximum(scale, mx.array(smallest_scale(param_dtype), param_dtype))
+    scale = mx.maximum(scale, mx.array(codec.smallest_scale, param_dtype))
     zero = (low + 0.0).astype(param_dtype)
     exact = grouped.astype(mx.float32) - mx.expand_dims(zero.astype(mx.float32), axis)
     codes = mx.clip(mx.round(exact / mx.expand_dims(scale.astype(mx.float32), axis)), 0, levels)
@@ -242,17 +240,17 @@ def _has_nan(grouped: mx.array, axis: int) -> mx.array:
     return above | (mx.max(grouped.view(unsigned), axis=axis) > negative.view(unsigned))
 
 
-def _join_lanes(codes: mx.array, bits: int, axis: int) -> mx.array:
-    """Join neighbouring codes along ``axis`` (-1 or -2) into uint16, or into uint8 when a code fills it.
+def _join_lanes(codes: mx.array, codec: Codec) -> mx.array:
+    """Join neighbouring codes along the codec's axis into uint16, or into uint8 when a code fills it.
 
     A product with powers of two is the fastest way that MLX has on a CPU, and exact: sums stay below 2**16, and float32, or
     TF32 where MLX uses it, holds every factor.
     """
-    if bits == 8:
+    if codec.bits == 8:
         return codes.astype(mx.uint8)
-    weights = mx.array([float(1 << shift) for shift in range(0, 16, bits)])
+    weights = mx.array([float(1 << shift) for shift in range(0, 16, codec.bits)])
     lanes = weights.size
-    if axis == -1:
+    if codec.axis == -1:
         return (codes.reshape(*codes.shape[:-1], -1, lanes) @ weights).astype(mx.uint16)
     *outer, length, dim = codes.shape
     return (weights @ codes.reshape(*outer, length // lanes, lanes, dim)).astype(mx.uint16)
@@ -264,9 +262,7 @@ def _scores(queries: mx.array, history: History) -> list[mx.array]:
     if history.sink_keys is not None:
         parts.append(queries @ history.sink_keys.swapaxes(-1, -2))
     if history.keys is not None:
-        parts.append(
-            mx.quantized_matmul(queries, *history.keys, transpose=False, group_size=history.group_size, bits=history.key_bits)
-        )
+        parts.append(_product(queries, history.keys, history.codecs.keys))
     parts.append(queries @ history.window_keys.swapaxes(-1, -2))
     return parts
 
@@ -280,12 +276,13 @@ def _weighted_values(weights: mx.array, history: History) -> mx.array:
         start = history.sink_values.shape[-2]
         out = out + weights[..., :start] @ history.sink_values
     if history.values is not None:
-        bits, group_size = history.value_bits, history.group_size
-        part = mx.quantized_matmul(
-            weights[..., start:window_start], *history.values, transpose=False, group_size=group_size, bits=bits
-        )
+        part = _product(weights[..., start:window_start], history.values, history.codecs.values)
         out = out + part[..., : out.shape[-1]]  # a ragged last group is padded in storage
     return out
+
+
+def _product(x: mx.array, packed: Packed, codec: Codec) -> mx.array:
+    return mx.quantized_matmul(x, *packed, transpose=False, group_size=codec.group_size, bits=codec.bits)
 
 
 def _seen(history: History, newer: mx.array | None) -> mx.array | None:

@@ -11,32 +11,25 @@ padding takes no part: the codes of a row begin at the row's own position 0 and 
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from kivi.accounting import CacheBytes, Token, packed_bytes
-from kivi.attention import require_dispatch
-from kivi.backends import Backend, History, Packed, resolve
-from kivi.cache.masks import default_mask, in_storage_order, require_question
+from kivi.cache.masks import default_mask, in_storage_order
+from kivi.cache.packed import MAX_CODE_QUERIES, PackedCache, Tokens
 from kivi.cache.padding import Padding
-from kivi.cache.rows import RowWindow, code_rows, sink_rows
-from kivi.cache.single import MAX_CODE_QUERIES, KIVICache
+from kivi.cache.rows import CodeRows, RowWindow, SinkRows
+from kivi.cache.single import KIVICache
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
-from kivi.cache.storage import CodeStore, live_bytes, require_fitting
 from kivi.spec import CacheSpec, SpecError
 
 LENGTHS = ("offsets", "left_padding", "right_padding", "sinks", "codes", "starts")  # of a state, a number a row
 
-_backend = functools.cache(resolve)
-
 
 @loadable
-class BatchKIVICache:
+class BatchKIVICache(PackedCache):
     """A packed KV cache of one layer for sequences of different lengths.
 
     Given the same keys and values, the codes of a row equal those of a :class:`~kivi.cache.single.KIVICache` of that
@@ -49,19 +42,13 @@ class BatchKIVICache:
     """
 
     def __init__(self, spec: CacheSpec, left_padding: Sequence[int]) -> None:
-        KIVICache(spec)  # it refuses what it cannot take: another kind, a missing backend
+        super().__init__(spec)
         rows = len(left_padding)
-        self.spec = spec
         self._offsets = [0] * rows  # tokens of each row
         self._padding = Padding(left_padding)
-        self._sinks = sink_rows(spec, rows)
-        self._codes = code_rows(spec, rows)
-        self._window = RowWindow(rows, slack=spec.group_size)
-
-    @property
-    def backend(self) -> Backend:
-        """Who runs the kernels."""
-        return _backend(self.spec.backend)
+        self._sinks: SinkRows = SinkRows(spec.sink_length, rows)
+        self._codes: CodeRows = CodeRows(self._codecs, rows)
+        self._window: RowWindow = RowWindow(rows, slack=spec.group_size)
 
     @property
     def offset(self) -> mx.array:
@@ -73,61 +60,7 @@ class BatchKIVICache:
         """Position of each row up to which tokens are sinks or quantised."""
         return [sinks + codes for sinks, codes in zip(self._sinks.counts, self._codes.counts, strict=True)]
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are.
-
-        Raises:
-            AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
-            ValueError: keys and values do not go together, or not with what is here; the batch is as it was.
-        """
-        require_dispatch(sys._getframe(1).f_globals)
-        require_fitting(keys, values, (self._window.keys, self._window.values))
-        if keys.shape[0] != len(self._offsets):
-            raise ValueError(f"keys {keys.shape}: this batch has {len(self._offsets)} rows")
-        self._settle()
-        skipped, taken = self._padding.take(keys.shape[-2])
-        self._window.append(keys, values)
-        self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
-        # What the first query of each row would see quantised if its tokens came one at a time.
-        self._flush([offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)])
-        self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
-        return keys, values
-
-    def attend(
-        self, queries: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
-    ) -> mx.array:
-        """Attend to all tokens of each row with the queries of the last call.
-
-        Args:
-            queries: ``[B, H_q, L, D_k]``, ``H_q`` a multiple of the KV heads. Not modified.
-            scale: Factor of the scores, usually ``D_k ** -0.5``.
-            mask: As :meth:`make_mask` makes them: boolean (True: seen) or additive, broadcastable to ``[B, H_q, L, width]`` in
-                left-padded coordinates. None or ``"causal"``: all but padding, or all before.
-            sinks: Attention sinks, one logit a query head ``[H_q]``.
-
-        Returns:
-            ``[B, H_q, L, D_v]`` in the dtype of the queries; rows of padding are unspecified.
-
-        Raises:
-            ValueError: queries or mask do not go with what is here.
-        """
-        require_question(queries, mask, self._window.buffers()[0], self._padding.width)
-        length = queries.shape[-2]
-        if mask is None or isinstance(mask, str):
-            mask = default_mask(length, self._padding, causal=mask is not None)
-        if length > MAX_CODE_QUERIES:
-            keys, values = self.keys_and_values()
-            out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-            return out.astype(queries.dtype)
-        stored = self._sinks.capacity + self._codes.capacity
-        columns = in_storage_order(mask, self._padding, stored=stored, window=self._window)
-        return self.backend.decode_attention(queries, self._history(), scale=scale, causal=False, mask=columns, sinks=sinks)
-
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all tokens as the queries of the last call see them, in left-padded coordinates ``[B, H, width, D]``.
-
-        Costly: the history is dequantised at each call.
-        """
         starts = mx.array(self._window.starts, mx.int32)
         return self.backend.restore(self._history(), columns=self._padding.width, window_start=starts)
 
@@ -204,13 +137,9 @@ class BatchKIVICache:
         sinks: Sequence[mx.array] = self._sinks.row(idx)
         if self.spec.sink_length and not sinks:  # so short that all of it is sinks
             sinks, exact = exact, [part[..., :0, :] for part in exact]
-        codes = self._codes.row(idx) or (None,) * len(CodeStore.AXES)
+        codes = self._codes.row(idx) or (None,) * len(self._codes.axes)
         arrays = dict(zip(STATE_ARRAYS, (*(sinks or (None, None)), *exact, *codes), strict=True))
         return KIVICache.from_state({"spec": self.spec.model_dump_json(), "offset": self._offsets[idx], **arrays})
-
-    def is_trimmable(self) -> bool:
-        """Return True."""
-        return True
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` columns of every row as :meth:`KIVICache.trim` does, and return how many were forgotten.
@@ -230,17 +159,14 @@ class BatchKIVICache:
         return n
 
     def size(self) -> int:
-        """Return the columns of the padded coordinates: the tokens of the longest row."""
         return self._padding.width
 
     def empty(self) -> bool:
         """Return whether no row has a token."""
         return self._window.keys is None
 
-    @property
-    def state(self) -> dict[str, Value]:
-        """Lengths, padding and the live arrays, spare capacity included, for ``save_prompt_cache`` and ``mx.eval``."""
-        self._settle()
+    def _state(self) -> dict[str, Value]:
+        """Return lengths, padding and the live arrays, spare capacity included."""
         arrays = (*self._sinks.slots, self._window.keys, self._window.values, *self._codes.slots)
         return {
             "spec": self.spec.model_dump_json(),
@@ -255,10 +181,6 @@ class BatchKIVICache:
             "stop": self._window.stop,
             **dict(zip(STATE_ARRAYS, arrays, strict=True)),
         }
-
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        vars(self).update(vars(self.from_state(state)))
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
@@ -284,28 +206,6 @@ class BatchKIVICache:
         if held != batch._offsets:
             raise ValueError(f"offsets={batch._offsets}: the state's rows hold {held} tokens, so it is damaged; make it anew")
         return batch
-
-    def bytes(self) -> CacheBytes:
-        """Return what the rows weigh together; the capacity that shorter rows leave unused is ``spare``."""
-        resident = self.nbytes
-        if self._window.keys is None or self._window.values is None:
-            return CacheBytes(resident=resident, full_precision=0)
-        rows = len(self._offsets)
-        quantized = sum(self._codes.counts)
-        exact = sum(self._offsets) - quantized
-        token = Token.of(self._window.keys, self._window.values)
-        bill = functools.partial(packed_bytes, self.spec, token, rows=self._window.keys.shape[1], resident=resident)
-        unused = bill(
-            quantized=rows * self._codes.capacity - quantized,
-            exact=rows * (self._sinks.capacity + self._window.capacity) - exact,
-        )
-        return bill(quantized=quantized, exact=exact, spare=unused.accounted)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the live arrays."""
-        self._settle()
-        return live_bytes(vars(self))
 
     @classmethod
     def _of_one(cls, cache: KIVICache) -> Self:
@@ -342,6 +242,17 @@ class BatchKIVICache:
         self._codes.extend([batch._codes for batch in others])
         self._window.extend([batch._window for batch in others])
 
+    def _store(self, keys: mx.array, values: mx.array) -> None:
+        if keys.shape[0] != len(self._offsets):
+            raise ValueError(f"keys {keys.shape}: this batch has {len(self._offsets)} rows")
+        self._settle()
+        skipped, taken = self._padding.take(keys.shape[-2])
+        self._window.append(keys, values)
+        self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
+        # What the first query of each row would see quantised if its tokens came one at a time.
+        self._flush([offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)])
+        self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
+
     def _frontier_of(self, offset: int) -> int:
         """Return the frontier of a row that was given ``offset`` tokens and never trimmed.
 
@@ -363,38 +274,35 @@ class BatchKIVICache:
             if to_sinks:
                 self._sinks.append(rows, (keys[..., :to_sinks, :], values[..., :to_sinks, :]))
             if target - frontier > to_sinks:
-                self._codes.append(rows, self._quantize(keys[..., to_sinks:, :], values[..., to_sinks:, :]))
+                packed_keys, packed_values = self._quantize(keys[..., to_sinks:, :], values[..., to_sinks:, :])
+                self._codes.append(rows, (*packed_keys, *packed_values))
             for row in rows:
                 self._window.starts[row] += target - frontier
 
-    def _quantize(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        spec, backend = self.spec, self.backend
-        shared: dict[str, Any] = {"group_size": spec.group_size, "param_dtype": spec.params}
-        packed_keys = backend.quantize_keys(keys, bits=spec.key_bits, **shared)
-        return [*packed_keys, *backend.quantize_values(values, bits=spec.value_bits, **shared)]
-
     def _settle(self) -> None:
-        """Bring every row to the state of its last token, once the call's queries are through."""
         if (moves := self._padding.align()) is not None:
             self._window.shift(moves)
         self._flush(self._offsets)
         if self._window.capacity - self._window.longest > 2 * self.spec.group_size + MAX_CODE_QUERIES:
             self._window.make_room(0)
 
-    def _history(self) -> History:
-        codes, sinks = self._codes.arrays, self._sinks.arrays
-        window_keys, window_values = self._window.buffers()
-        return History(
-            key_bits=self.spec.key_bits,
-            value_bits=self.spec.value_bits,
-            group_size=self.spec.group_size,
-            sink_keys=sinks[0] if sinks else None,
-            sink_values=sinks[1] if sinks else None,
-            keys=Packed(*codes[:3]) if codes else None,
-            values=Packed(*codes[3:]) if codes else None,
-            window_keys=window_keys,
-            window_values=window_values,
-            sink_count=mx.array(self._sinks.counts, mx.int32),
-            code_count=mx.array(self._codes.counts, mx.int32),
-            window_count=mx.array([self._window.stop] * len(self._offsets), mx.int32),
-        )
+    def _held(self) -> Tokens:
+        quantized = sum(self._codes.counts)
+        return Tokens(quantized, sum(self._offsets) - quantized)
+
+    def _counts(self) -> tuple[mx.array, mx.array, mx.array]:
+        stops = [self._window.stop] * len(self._offsets)
+        sinks, codes, window = (mx.array(counts, mx.int32) for counts in (self._sinks.counts, self._codes.counts, stops))
+        return sinks, codes, window
+
+    def _mask_of_call(self, mask: mx.array | str | None, length: int) -> mx.array:
+        if mask is None or isinstance(mask, str):
+            return default_mask(length, self._padding, causal=mask is not None)
+        return mask
+
+    def _in_storage_order(self, mask: mx.array) -> mx.array:
+        stored = self._sinks.capacity + self._codes.capacity
+        return in_storage_order(mask, self._padding, stored=stored, window=self._window)
+
+
+KIVICache.batch_class = BatchKIVICache

@@ -28,7 +28,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
     ``residual_length + group_size - 1`` newest tokens are exact, and which tokens are rounded together does not depend on how
     the sequence was cut into calls.
 
-    A call's tokens are stored and flushed *before* they are returned, in the order of the seed that this cache reproduces. In
+    Unlike those of a packed cache, a call's tokens are stored and flushed *before* they are returned. In
     a call of more than ``residual_length + 1`` tokens an early query can thus see a key group whose minimum and maximum
     come from tokens after it. Score this cache in calls of at most ``residual_length + 1`` tokens, where that cannot happen.
 
@@ -55,11 +55,8 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         return fetched
 
     def _roundtrip(self, start: int, stop: int) -> None:
-        spec = self.spec
-        for array, bits, axis in ((self.keys, spec.key_bits, -2), (self.values, spec.value_bits, -1)):
-            array[..., start:stop, :] = self._backend.group_roundtrip(
-                array[..., start:stop, :], bits=bits, group_size=spec.group_size, axis=axis, param_dtype=spec.params
-            )
+        for array, codec in zip((self.keys, self.values), self.spec.codecs, strict=True):
+            array[..., start:stop, :] = self._backend.group_roundtrip(array[..., start:stop, :], codec)
 
     def trim(self, n: int) -> int:
         """Drop the last ``n`` tokens and return how many were dropped; ``n`` is clamped to the tokens that are there.
@@ -119,7 +116,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
             return CacheBytes(resident=0, full_precision=0)
         quantized = max(0, self.frontier - self.spec.sink_length)
         return packed_bytes(
-            self.spec,
+            self.spec.codecs,
             Token.of(self.keys, self.values),
             rows=self.keys.shape[0] * self.keys.shape[1],
             quantized=quantized,

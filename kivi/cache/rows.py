@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from kivi.cache.storage import CodeStore, Store, code_capacity, write
-from kivi.quantize import WORD_BITS, dtype_name
-from kivi.spec import CacheSpec
+from kivi.cache.storage import Store, code_capacity, write
+from kivi.codec import Codecs, Packed
+from kivi.quantize import dtype_name
 
 
 class RowStore(Store):
@@ -109,19 +109,38 @@ class RowStore(Store):
             self.arrays.append(new)
 
 
-def sink_rows(spec: CacheSpec, rows: int) -> RowStore:
-    """Return a store of exact keys and values for the sinks: a row has all of them or, while they fill up, none."""
-    return RowStore((-2, -2), lambda tokens: (tokens, tokens), lambda tokens, _: spec.sink_length if tokens else 0, rows)
+class SinkRows(RowStore):
+    """Exact keys and values of the first ``sink_length`` tokens: a row has all of them or, while they fill up, none."""
+
+    def __init__(self, sink_length: int, rows: int) -> None:
+        super().__init__((-2, -2), lambda tokens: (tokens, tokens), lambda tokens, _: sink_length if tokens else 0, rows)
+
+    @property
+    def keys(self) -> mx.array | None:
+        """Keys with their spare capacity; None while no row has a sink."""
+        return self.slots[0]
+
+    @property
+    def values(self) -> mx.array | None:
+        """Values with their spare capacity; None while no row has a sink."""
+        return self.slots[1]
 
 
-def code_rows(spec: CacheSpec, rows: int) -> RowStore:
-    """Return a store of codes: words, scales and zeros of keys, then of values, laid out as in :class:`CodeStore`."""
+class CodeRows(RowStore):
+    """Packed codes: words, scales and zeros of keys, then of values."""
 
-    def lengths(tokens: int) -> tuple[int, ...]:
-        groups = tokens // spec.group_size
-        return (tokens * spec.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
+    def __init__(self, codecs: Codecs, rows: int) -> None:
+        super().__init__(codecs.growing_axes, codecs.lengths, code_capacity, rows)
 
-    return RowStore(CodeStore.AXES, lengths, code_capacity, rows)
+    @property
+    def keys(self) -> Packed | None:
+        """Packed keys with their spare capacity; None while nothing is quantised."""
+        return Packed(*self.arrays[:3]) if self.arrays else None
+
+    @property
+    def values(self) -> Packed | None:
+        """Packed values with their spare capacity; None while nothing is quantised."""
+        return Packed(*self.arrays[3:]) if self.arrays else None
 
 
 class RowWindow(Store):

@@ -17,29 +17,19 @@ the call's other tokens are exact for it. After the call the state is that of it
 
 from __future__ import annotations
 
-import functools
 import operator
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from kivi.accounting import CacheBytes, Token, packed_bytes
-from kivi.attention import require_dispatch
-from kivi.backends import Backend, History, Packed, resolve
-from kivi.cache.masks import require_question
+from kivi.cache.packed import PackedCache, Tokens
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
-from kivi.cache.storage import CodeStore, ExactStore, live_arrays, live_bytes, require_fitting
-from kivi.spec import CacheSpec, SpecError
-
-# Up to here queries attend on codes; more queries share the cost of dequantising the history once. Enough for decoding and
-# for the drafts of speculative decoding (mlx-lm's default is 2 or 3 a step).
-MAX_CODE_QUERIES = 8
-
-_backend = functools.cache(resolve)  # asking what the machine has is slow; a cache holds a name, so that it can be copied
+from kivi.cache.storage import CodeStore, ExactStore, live_arrays
+from kivi.codec import Packed
+from kivi.spec import CacheSpec
 
 
 class NonFiniteError(ValueError):
@@ -47,7 +37,7 @@ class NonFiniteError(ValueError):
 
 
 @loadable
-class KIVICache:
+class KIVICache(PackedCache):
     """A packed KV cache of one layer, of one sequence or of several of equal length.
 
     mlx-lm's ``scaled_dot_product_attention`` must be dispatched to :meth:`attend` (see :mod:`kivi.attention`): what
@@ -73,88 +63,24 @@ class KIVICache:
         BackendError: the spec's backend is not available here.
     """
 
-    # mlx-lm takes a cache with an attribute `bits` for its own quantised cache (see its models/base.py), so there is none.
-
-    max_code_queries = MAX_CODE_QUERIES  # of a call; longer ones dequantise
+    batch_class: ClassVar[type[Any]]  # kivi.cache.batch, which builds on this module, sets it
 
     def __init__(self, spec: CacheSpec) -> None:
-        if CacheSpec.required(spec).kind != "kivi":
-            raise SpecError(f"kind={spec.kind!r}: KIVICache takes a spec with kind='kivi'")
-        if spec.layers:
-            raise SpecError(f"{spec.slug}: a cache is one layer's, use make_prompt_cache for settings by layer")
-        _backend(spec.backend)  # a missing backend is an error before any token comes
-        self.spec = spec
+        super().__init__(spec)
         self.offset = 0
-        self._sinks = ExactStore(spec.sink_length)
-        self._codes = CodeStore(key_bits=spec.key_bits, value_bits=spec.value_bits, group_size=spec.group_size)
-        self._window = ExactStore(spec.residual_length + spec.group_size)
+        self._sinks: ExactStore = ExactStore(spec.sink_length)
+        self._codes: CodeStore = CodeStore(self._codecs)
+        self._window: ExactStore = ExactStore(spec.residual_length + spec.group_size)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.slug}, offset={self.offset})"
-
-    @property
-    def backend(self) -> Backend:
-        """Who runs the kernels."""
-        return _backend(self.spec.backend)
 
     @property
     def frontier(self) -> int:
         """Position up to which tokens are sinks or quantised for the queries of the last call; the window holds the rest."""
         return self._sinks.count + self._codes.count
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are.
-
-        Raises:
-            AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
-            ValueError: keys and values do not go together, or not with what is here; the cache is as it was.
-        """
-        require_dispatch(sys._getframe(1).f_globals)
-        require_fitting(keys, values, (self._window.keys, self._window.values))
-        self._settle()
-        first = self._frontier_of(self.offset + min(1, keys.shape[-2]))
-        if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised
-            self._flush(first)
-        to_sinks = min(keys.shape[-2], max(0, self.spec.sink_length - self.offset))
-        if to_sinks:
-            self._sinks.append(keys[..., :to_sinks, :], values[..., :to_sinks, :])
-        self._window.append(keys[..., to_sinks:, :], values[..., to_sinks:, :])
-        self.offset += keys.shape[-2]
-        self._flush(first)
-        return keys, values
-
-    def attend(
-        self, queries: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
-    ) -> mx.array:
-        """Attend to all tokens with the queries of the last call.
-
-        Args:
-            queries: ``[B, H_q, L, D_k]``, ``H_q`` a multiple of the KV heads. Not modified.
-            scale: Factor of the scores, usually ``D_k ** -0.5``.
-            mask: None, ``"causal"``, or an array, boolean (True: seen) or additive, that broadcasts to ``[B, H_q, L, offset]``.
-            sinks: Attention sinks, one logit a query head ``[H_q]``.
-
-        Returns:
-            ``[B, H_q, L, D_v]`` in the dtype of the queries.
-
-        Raises:
-            ValueError: queries or mask do not go with what is here.
-        """
-        require_question(queries, mask, self._window.buffers()[0], self.offset)
-        if self._codes.count == 0 or queries.shape[-2] > self.max_code_queries:
-            keys, values = self.keys_and_values()
-            out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-            return out.astype(queries.dtype)
-        history = self._history()
-        causal = isinstance(mask, str)
-        columns = None if mask is None or isinstance(mask, str) else self._in_storage_order(mask)
-        return self.backend.decode_attention(queries, history, scale=scale, causal=causal, mask=columns, sinks=sinks)
-
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all tokens in order as the queries of the last call see them, keys and values ``[B, H, offset, D]``.
-
-        Costly: the history is dequantised at each call, as :func:`kivi.quantize.group_dequantize` does.
-        """
         if self.frontier == 0:
             return self._window.live()
         return self.backend.restore(self._history(), columns=self.offset)
@@ -165,16 +91,7 @@ class KIVICache:
         return mask
 
     def size(self) -> int:
-        """Return the number of tokens."""
         return self.offset
-
-    def empty(self) -> bool:
-        """Return whether there is no token."""
-        return self.offset == 0
-
-    def is_trimmable(self) -> bool:
-        """Return True."""
-        return True
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` tokens, at most all, and return how many were forgotten."""
@@ -188,10 +105,8 @@ class KIVICache:
         self._window.shrink()
         return n
 
-    @property
-    def state(self) -> dict[str, Value]:
-        """What the cache is, the tokens that are there and no spare capacity, for ``save_prompt_cache`` and ``mx.eval``."""
-        self._settle()
+    def _state(self) -> dict[str, Value]:
+        """Return the tokens that are there, without spare capacity."""
         exact: list[mx.array | None] = [None] * 4
         if self._sinks.keys is not None:
             exact[:2] = self._sinks.live()
@@ -203,10 +118,6 @@ class KIVICache:
             codes = [*keys, *values]
         arrays = dict(zip(STATE_ARRAYS, [*exact, *codes], strict=True))
         return {"spec": self.spec.model_dump_json(), "offset": self.offset, **arrays}
-
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        vars(self).update(vars(self.from_state(state)))
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
@@ -252,32 +163,12 @@ class KIVICache:
     @classmethod
     def merge(cls, caches: Sequence[KIVICache]) -> Any:
         """Return a :class:`kivi.cache.batch.BatchKIVICache` whose rows are ``caches``."""
-        from kivi.cache.batch import BatchKIVICache  # batches build on single caches
-
-        return BatchKIVICache.merge(caches)
+        return cls.batch_class.merge(caches)
 
     def dequantized(self) -> tuple[mx.array, mx.array]:
         """Return all tokens in order as the next call sees them before its own: keys and values ``[B, H, offset, D]``."""
         self._settle()
         return self.keys_and_values()
-
-    def bytes(self) -> CacheBytes:
-        """Return what the cache weighs now; ``resident`` is measured from the live arrays, all else is counted."""
-        self._settle()
-        resident = live_bytes(vars(self))
-        if self._window.keys is None or self._window.values is None:
-            return CacheBytes(resident=resident, full_precision=0)
-        batch, heads = self._window.keys.shape[:2]
-        token = Token.of(self._window.keys, self._window.values)
-        bill = functools.partial(packed_bytes, self.spec, token, rows=batch * heads, resident=resident)
-        quantized, exact = self._codes.count, self._sinks.count + self._window.count
-        unused = bill(quantized=self._codes.capacity - quantized, exact=self._sinks.capacity + self._window.capacity - exact)
-        return bill(quantized=quantized, exact=exact, spare=unused.accounted)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the live arrays."""
-        return self.bytes().resident
 
     def check_finite(self, layer: int) -> None:
         """Look for NaN and infinity in everything that is stored; waits for the arrays, so call it once a cell.
@@ -308,6 +199,18 @@ class KIVICache:
                     f"layer {layer}: NaN or infinity in the {what} at token {position}; look at the model's weights and dtype"
                 )
 
+    def _store(self, keys: mx.array, values: mx.array) -> None:
+        self._settle()
+        first = self._frontier_of(self.offset + min(1, keys.shape[-2]))
+        if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised
+            self._flush(first)
+        to_sinks = min(keys.shape[-2], max(0, self.spec.sink_length - self.offset))
+        if to_sinks:
+            self._sinks.append(keys[..., :to_sinks, :], values[..., :to_sinks, :])
+        self._window.append(keys[..., to_sinks:, :], values[..., to_sinks:, :])
+        self.offset += keys.shape[-2]
+        self._flush(first)
+
     def _frontier_of(self, offset: int) -> int:
         """Return the frontier of a cache that was given ``offset`` tokens and never trimmed."""
         return min(offset, self.spec.sink_length) + self.spec.quantized_tokens(offset)
@@ -318,18 +221,10 @@ class KIVICache:
         if count <= 0:
             return
         keys, values = self._window.live()
-        spec, backend = self.spec, self.backend
-        packed_keys = backend.quantize_keys(
-            keys[..., :count, :], bits=spec.key_bits, group_size=spec.group_size, param_dtype=spec.params
-        )
-        packed_values = backend.quantize_values(
-            values[..., :count, :], bits=spec.value_bits, group_size=spec.group_size, param_dtype=spec.params
-        )
-        self._codes.append(packed_keys, packed_values)
+        self._codes.append(*self._quantize(keys[..., :count, :], values[..., :count, :]))
         self._window.drop_first(count)
 
     def _settle(self) -> None:
-        """Bring the state to that of the last token, once the call's queries are through."""
         self._flush(self._frontier_of(self.offset))
 
     def _reopen(self, kept: int) -> None:
@@ -345,26 +240,20 @@ class KIVICache:
         self._codes.truncate(whole)
         self._sinks.truncate(kept)
 
-    def _history(self) -> History:
-        codes, window = self._codes, self._window
-        window_keys, window_values = window.buffers()
-        return History(
-            key_bits=self.spec.key_bits,
-            value_bits=self.spec.value_bits,
-            group_size=self.spec.group_size,
-            sink_keys=self._sinks.keys,
-            sink_values=self._sinks.values,
-            keys=codes.keys,
-            values=codes.values,
-            window_keys=window_keys,
-            window_values=window_values,
-            sink_count=self._sinks.count,
-            code_count=codes.count,
-            window_count=window.count,
-        )
+    def _attends_on_codes(self, length: int) -> bool:
+        return self._codes.count > 0 and super()._attends_on_codes(length)
+
+    def _held(self) -> Tokens:
+        rows = 0 if self._window.keys is None else self._window.keys.shape[0]
+        return Tokens(rows * self._codes.count, rows * (self._sinks.count + self._window.count))
+
+    def _counts(self) -> tuple[int, int, int]:
+        return self._sinks.count, self._codes.count, self._window.count
+
+    def _mask_of_call(self, mask: mx.array | str | None, length: int) -> mx.array | str | None:  # noqa: ARG002
+        return mask
 
     def _in_storage_order(self, mask: mx.array) -> mx.array:
-        """Return the mask with unused columns for the spare capacities."""
         if mask.shape[-1] == 1:
             return mask  # it broadcasts
         columns = []

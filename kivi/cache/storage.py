@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from kivi.accounting import resident_bytes
-from kivi.backends import Packed
-from kivi.quantize import WORD_BITS, dtype_name, padded_length
+from kivi.codec import Codecs, Packed
+from kivi.quantize import dtype_name, padded_length
 
 CODE_STEP = 256  # tokens: capacity of codes is a multiple, so of every group size; mlx-lm's KVCache grows by as much
 EXACT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -92,18 +92,15 @@ class Store:
 
 
 class CodeStore(Store):
-    """Packed codes of one layer's quantised tokens, in the layout of :class:`kivi.backends.Packed`.
+    """Packed codes of one layer's quantised tokens, in the layout of :class:`kivi.codec.Packed`.
 
     Keys grow along their last axis, values along the one before. ``count`` tokens are there; the capacity is less than
     ``count / 32 + CODE_STEP`` tokens more. Growing copies the codes, so that adding a token costs amortised constant time.
     """
 
-    AXES = (-1, -1, -1, -2, -2, -2)  # along which words, scales and zeros of keys grow, then those of values
-
-    def __init__(self, *, key_bits: int, value_bits: int, group_size: int) -> None:
-        self.key_bits = key_bits
-        self.value_bits = value_bits
-        self.group_size = group_size
+    def __init__(self, codecs: Codecs) -> None:
+        self.codecs = codecs
+        self.axes = codecs.growing_axes
         self.count = 0
         self._arrays: list[mx.array] = []  # words, scale, zero of keys, then of values; empty while nothing is quantised
 
@@ -123,21 +120,21 @@ class CodeStore(Store):
         return Packed(*self._arrays[3:]) if self._arrays else None
 
     def append(self, keys: Packed, values: Packed) -> None:
-        """Add whole groups of tokens, as :meth:`kivi.backends.Backend.quantize_keys` and ``quantize_values`` return them.
+        """Add whole groups of tokens, as :meth:`kivi.backends.Backend.quantize` returns them.
 
         Raises:
             ValueError: the arrays are not of the same tokens.
         """
         parts = (*keys, *values)
         total = self.count + values.words.shape[-2]
-        expected = self._lengths(values.words.shape[-2])
-        if any(part.shape[axis] != length for part, axis, length in zip(parts, self.AXES, expected, strict=True)):
+        expected = self.codecs.lengths(values.words.shape[-2])
+        if any(part.shape[axis] != length for part, axis, length in zip(parts, self.axes, expected, strict=True)):
             raise ValueError(
                 f"codes of shapes {[part.shape for part in parts]}: they are not of the same whole groups of tokens"
             )
         if total > self.capacity:
             self._reallocate(code_capacity(total, self.capacity), self._arrays or parts)
-        for array, axis, start, part in zip(self._arrays, self.AXES, self._lengths(self.count), parts, strict=True):
+        for array, axis, start, part in zip(self._arrays, self.axes, self.codecs.lengths(self.count), parts, strict=True):
             write(array, axis, start, part)
         self.count = total
 
@@ -155,7 +152,7 @@ class CodeStore(Store):
         """
         if not self._arrays:
             raise ValueError("nothing is quantised yet: wait for the first group to leave the window")
-        spans = zip(self._arrays, self.AXES, self._lengths(start), self._lengths(stop), strict=True)
+        spans = zip(self._arrays, self.axes, self.codecs.lengths(start), self.codecs.lengths(stop), strict=True)
         parts = [array[..., low:high] if axis == -1 else array[..., low:high, :] for array, axis, low, high in spans]
         return Packed(*parts[:3]), Packed(*parts[3:])
 
@@ -164,13 +161,8 @@ class CodeStore(Store):
         if capacity == 0:
             self._arrays = []
             return
-        spans = zip(like, self.AXES, self._lengths(self.count), self._lengths(capacity), strict=True)
+        spans = zip(like, self.axes, self.codecs.lengths(self.count), self.codecs.lengths(capacity), strict=True)
         self._arrays = [enlarged(array, axis, used, room) for array, axis, used, room in spans]
-
-    def _lengths(self, tokens: int) -> tuple[int, ...]:
-        """Return what ``tokens`` take along the growing axis of each array."""
-        groups = tokens // self.group_size
-        return (tokens * self.key_bits // WORD_BITS, groups, groups, tokens, tokens, tokens)
 
 
 class ExactStore(Store):

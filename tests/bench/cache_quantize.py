@@ -13,6 +13,7 @@ import mlx.core as mx
 from cache_timing import interleave, parser, ratios, report, spread
 
 from kivi.backends import resolve
+from kivi.codec import Codecs
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -34,11 +35,11 @@ def main() -> None:
         x = mx.random.normal((1, chosen.heads, tokens, chosen.head_dim)).astype(DTYPES[chosen.dtype])
         mx.eval(x)
         for bits in chosen.bits:
-            rules = {"bits": bits, "group_size": 32, "param_dtype": DTYPES[chosen.params]}
+            codecs = Codecs.of(key_bits=bits, value_bits=bits, group_size=32, param_dtype=DTYPES[chosen.params])
             arms: dict[str, Callable[[], None]] = {
                 "mx.quantize": lambda x=x, bits=bits: mx.eval(mx.quantize(x, group_size=32, bits=bits)),
-                "keys": lambda x=x, rules=rules: mx.eval(backend.quantize_keys(x, **rules)),
-                "values": lambda x=x, rules=rules: mx.eval(backend.quantize_values(x, **rules)),
+                "keys": lambda x=x, codec=codecs.keys: mx.eval(backend.quantize(x, codec)),
+                "values": lambda x=x, codec=codecs.values: mx.eval(backend.quantize(x, codec)),
             }
             times = interleave(arms, chosen.rounds)
             speed = ratios(times, "mx.quantize")

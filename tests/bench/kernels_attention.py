@@ -18,6 +18,7 @@ from kivi.backends import Backend, History, resolve
 from kivi.backends.kernels import attention as kernel_attention
 from kivi.backends.kernels.backend import KernelBackend
 from kivi.cache.storage import CODE_STEP
+from kivi.codec import Codecs
 from kivi.quantize import padded_length
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
@@ -54,15 +55,13 @@ def make(backend: Backend, shape: Shape, repeats: int, bits: int) -> Inputs:
     keys, values = (mx.random.normal((batch, heads, tokens, channels), mx.float16) for _ in range(2))
     coded = tokens - WINDOW
     capacity = padded_length(coded, CODE_STEP)
-    settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
+    codecs = Codecs.of(key_bits=bits, value_bits=bits, group_size=GROUP, param_dtype=mx.float16)
     history = History(
-        key_bits=bits,
-        value_bits=bits,
-        group_size=GROUP,
+        codecs=codecs,
         sink_keys=None,
         sink_values=None,
-        keys=backend.quantize_keys(keys[:, :, :capacity], **settings),
-        values=backend.quantize_values(values[:, :, :capacity], **settings),
+        keys=backend.quantize(keys[:, :, :capacity], codecs.keys),
+        values=backend.quantize(values[:, :, :capacity], codecs.values),
         window_keys=mx.contiguous(keys[:, :, coded:]),
         window_values=mx.contiguous(values[:, :, coded:]),
         sink_count=0,

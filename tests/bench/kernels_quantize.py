@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernels_timing import Arm, interleave, show, write
 
 from kivi.backends import Backend, resolve
-from kivi.quantize import group_quantize, group_roundtrip, pack
+from kivi.codec import Codecs
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
@@ -34,15 +34,15 @@ def flush_inputs(tokens: int) -> list[mx.array]:
 def round_trip(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, Any]:
     """Time the round trip of keys and values, as a flush does both."""
     keys, values = flush_inputs(tokens), flush_inputs(tokens)
-    settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
+    codecs = Codecs.of(key_bits=bits, value_bits=bits, group_size=GROUP, param_dtype=mx.float16)
 
     def plain(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        return group_roundtrip(k, axis=-2, **settings), group_roundtrip(v, axis=-1, **settings)
+        return codecs.keys.roundtrip(k), codecs.values.roundtrip(v)
 
     compiled = mx.compile(plain)
 
     def kernels(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        return backend.group_roundtrip(k, axis=-2, **settings), backend.group_roundtrip(v, axis=-1, **settings)
+        return backend.group_roundtrip(k, codecs.keys), backend.group_roundtrip(v, codecs.values)
 
     def repeat(run: Callable[[mx.array, mx.array], object]) -> Arm:
         return lambda first, calls: [run(keys[turn % SETS], values[turn % SETS]) for turn in range(first, first + calls)]
@@ -60,12 +60,11 @@ def packing(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, 
     keys, values = flush_inputs(tokens), flush_inputs(tokens)
     turned = [mx.contiguous(k.swapaxes(-1, -2)) for k in keys]
     mx.eval(turned)
-    settings = {"bits": bits, "group_size": GROUP, "param_dtype": mx.float16}
+    codecs = Codecs.of(key_bits=bits, value_bits=bits, group_size=GROUP, param_dtype=mx.float16)
 
     def definition(turn: int) -> list[mx.array]:
-        k = group_quantize(keys[turn % SETS], axis=-2, **settings)
-        v = group_quantize(values[turn % SETS], axis=-1, **settings)
-        return [pack(k.codes.swapaxes(-1, -2), bits), k.scale, k.zero, pack(v.codes, bits), v.scale, v.zero]
+        both = zip(codecs, (keys[turn % SETS], values[turn % SETS]), strict=True)
+        return [array for codec, x in both for array in codec.pack(codec.quantize(x))]
 
     def affine(turn: int) -> list[mx.array]:
         quantize = partial(mx.quantize, group_size=GROUP, bits=bits)
@@ -73,8 +72,8 @@ def packing(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, 
 
     def kernels(turn: int) -> list[mx.array]:
         return [
-            *backend.quantize_keys(keys[turn % SETS], **settings),
-            *backend.quantize_values(values[turn % SETS], **settings),
+            *backend.quantize(keys[turn % SETS], codecs.keys),
+            *backend.quantize(values[turn % SETS], codecs.values),
         ]
 
     def repeat(run: Callable[[int], object]) -> Arm:

@@ -8,11 +8,13 @@ from kivi.backends import History
 from kivi.backends.host import HostTarget
 from kivi.backends.kernels.backend import KernelBackend
 from kivi.backends.kernels.program import compiled_variants
+from kivi.codec import Codecs
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
 LENGTHS = range(1, 56)
 GROUP = 32
+CODECS = Codecs.of(key_bits=2, value_bits=2, group_size=GROUP, param_dtype=mx.float16)
 
 
 def test_one_variant_a_kernel_over_55_lengths() -> None:
@@ -20,11 +22,10 @@ def test_one_variant_a_kernel_over_55_lengths() -> None:
     backend = KernelBackend(target)
     for length in LENGTHS:
         x = mx.random.normal((1, 1, length, 32))
-        settings = {"bits": 2, "group_size": GROUP, "param_dtype": mx.float16}
-        backend.group_roundtrip(x, axis=-1, **settings)
-        backend.group_roundtrip(x, axis=-2, **settings)
-        backend.quantize_values(x, **settings)
-        backend.quantize_keys(mx.repeat(x[:, :, :1], GROUP * (1 + length % 3), axis=2), **settings)
+        backend.group_roundtrip(x, CODECS.values)
+        backend.group_roundtrip(x, CODECS.keys)
+        backend.quantize(x, CODECS.values)
+        backend.quantize(mx.repeat(x[:, :, :1], GROUP * (1 + length % 3), axis=2), CODECS.keys)
         stored = history(backend, length)
         backend.decode_attention(x[:, :, -1:], stored, scale=0.1, causal=True, mask=None, sinks=None)
         backend.restore(stored, columns=stored.code_count + stored.window_count)
@@ -35,17 +36,14 @@ def test_one_variant_a_kernel_over_55_lengths() -> None:
 def history(backend: KernelBackend, length: int) -> History:
     """Return a history of ``length`` groups and ``length`` window tokens, with capacity that grows in steps."""
     capacity = GROUP * (16 + length // 16 * 16)
-    settings = {"bits": 2, "group_size": GROUP, "param_dtype": mx.float16}
     empty = mx.zeros((1, 1, capacity, 32))
     window = mx.random.normal((1, 1, 64, 32))
     full = History(
-        key_bits=2,
-        value_bits=2,
-        group_size=GROUP,
+        codecs=CODECS,
         sink_keys=None,
         sink_values=None,
-        keys=backend.quantize_keys(empty, **settings),
-        values=backend.quantize_values(empty, **settings),
+        keys=backend.quantize(empty, CODECS.keys),
+        values=backend.quantize(empty, CODECS.values),
         window_keys=window,
         window_values=window,
         sink_count=0,

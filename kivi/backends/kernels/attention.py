@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kivi.backends import BackendError, History, Packed
+from kivi.backends import BackendError, History
 from kivi.backends.kernels.program import (
     SHARED_LIMIT,
     SIMD_WIDTH,
@@ -20,7 +20,9 @@ from kivi.backends.kernels.program import (
     constant,
     launch,
 )
-from kivi.quantize import padded_length
+from kivi.backends.kernels.settings import history_settings
+from kivi.codec import Codecs, Packed
+from kivi.quantize import WORD_BITS
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
 TENSOR_TILE_TOKENS = 256  # tokens that a SIMD group takes at a time in the tensor-core body
@@ -83,9 +85,7 @@ class Shapes(NamedTuple):
     key_channels: int
     value_channels: int
     dtype: mx.Dtype
-    key_bits: int
-    value_bits: int
-    group_size: int
+    codecs: Codecs
     sink_room: int
     code_room: int
     window_room: int
@@ -110,7 +110,7 @@ class Shapes(NamedTuple):
 
     @property
     def value_padded(self) -> int:
-        return padded_length(self.value_channels, self.group_size)
+        return self.codecs.values.padded(self.value_channels)
 
 
 class Call(NamedTuple):
@@ -186,9 +186,10 @@ def describe(
     _, heads, window_room, value_channels = history.window_values.shape
     if query_heads % heads:
         raise BackendError(f"{query_heads} query heads on {heads} KV heads: expected a multiple")
-    value_bits, widest = history.value_bits, THREADS * 32 // history.value_bits
-    if padded_length(value_channels, history.group_size) > widest:
-        raise BackendError(f"{value_channels} channels of values in {value_bits} bits: expected at most {widest}")
+    codec = history.codecs.values
+    if codec.words(codec.padded(value_channels)) > THREADS:
+        widest = THREADS * WORD_BITS // codec.bits
+        raise BackendError(f"{value_channels} channels of values in {codec.bits} bits: expected at most {widest}")
     counts, count_stride = stack_counts((history.code_count, history.sink_count, history.window_count), batch)
     mask_array, mask_strides = _mask(mask)
     shapes = Shapes(
@@ -199,9 +200,7 @@ def describe(
         key_channels=key_channels,
         value_channels=value_channels,
         dtype=queries.dtype,
-        key_bits=history.key_bits,
-        value_bits=history.value_bits,
-        group_size=history.group_size,
+        codecs=history.codecs,
         sink_room=0 if history.sink_keys is None else history.sink_keys.shape[2],
         code_room=0 if history.values is None else history.values.words.shape[2],
         window_room=window_room,
@@ -235,7 +234,8 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
 
     The portable body takes a tile of queries in ``parts``.
     """
-    value_columns = shapes.value_padded * shapes.value_bits // 32
+    codecs = shapes.codecs
+    value_columns = codecs.values.words(shapes.value_padded)
     key_lanes = next(lanes for lanes in (8, 16, 32) if lanes * RUN >= shapes.key_channels or lanes == SIMD_WIDTH)
     layout = Layout(
         *(shapes.rows, shapes.length, shapes.heads, split.splits),
@@ -244,15 +244,8 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
         *(shapes.count_stride, tensor_from),
     )
     attention: dict[str, Setting] = {
-        "KEY_BITS": shapes.key_bits,
-        "VALUE_BITS": shapes.value_bits,
-        "GROUP": shapes.group_size,
-        "KEY_CHANNELS": shapes.key_channels,
-        "VALUE_CHANNELS": shapes.value_channels,
-        "VALUE_PADDED": shapes.value_padded,
-        "KEY_CODES": 32 // shapes.key_bits,
-        "VALUE_CODES": 32 // shapes.value_bits,
-        "KEY_COLUMNS": TILE_TOKENS * shapes.key_bits // 32,
+        **history_settings(codecs, shapes.key_channels, shapes.value_channels),
+        "KEY_COLUMNS": codecs.keys.words(TILE_TOKENS),
         "VALUE_COLUMNS": value_columns,
         "VALUE_SLICES": max(THREADS // value_columns, 1),
         "KEY_LANES": key_lanes,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kivi.backends import History, Name, Packed
+from kivi.backends import History, Name
 from kivi.backends.kernels import attention as kernel_attention
 from kivi.backends.kernels import quantize as kernel_quantize
 from kivi.backends.kernels import restore as kernel_restore
 from kivi.backends.kernels.program import Target
+from kivi.codec import Codec, Packed
 
 
 class KernelBackend:
@@ -21,16 +22,11 @@ class KernelBackend:
         self.target = target
         self.name: Name = target.name
 
-    def group_roundtrip(self, x: mx.array, *, bits: int, group_size: int, axis: int, param_dtype: mx.Dtype) -> mx.array:
-        return kernel_quantize.group_roundtrip(
-            self.target, x, bits=bits, group_size=group_size, axis=axis, param_dtype=param_dtype
-        )
+    def group_roundtrip(self, x: mx.array, codec: Codec) -> mx.array:
+        return kernel_quantize.group_roundtrip(self.target, x, codec)
 
-    def quantize_keys(self, keys: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
-        return kernel_quantize.quantize_keys(self.target, keys, bits=bits, group_size=group_size, param_dtype=param_dtype)
-
-    def quantize_values(self, values: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
-        return kernel_quantize.quantize_values(self.target, values, bits=bits, group_size=group_size, param_dtype=param_dtype)
+    def quantize(self, x: mx.array, codec: Codec) -> Packed:
+        return kernel_quantize.quantize(self.target, x, codec)
 
     def decode_attention(
         self,

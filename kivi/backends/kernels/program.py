@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -96,6 +96,20 @@ class Target(Protocol):
     type_names: dict[mx.Dtype, str]
 
     def build(self, program: Program) -> Launch: ...
+
+
+def build_with(make: Callable[..., object], program: Program, **options: object) -> Launch:
+    """Build ``program`` with ``mx.fast.metal_kernel`` or ``mx.fast.cuda_kernel``, which take the same but for ``options``."""
+    built = make(
+        name=program.name,
+        input_names=list(program.inputs),
+        output_names=list(program.outputs),
+        header=program.header,
+        source=program.source,
+        ensure_row_contiguous=True,
+        **options,
+    )
+    return cast("Launch", built)
 
 
 Key = tuple[Target, str, Configuration, tuple[mx.Dtype, ...]]

@@ -9,7 +9,7 @@ import mlx.core as mx
 from kivi.backends import History
 from kivi.backends.kernels.attention import HISTORY_INPUTS, history_arrays, stack_counts
 from kivi.backends.kernels.program import Kernel, Setting, Target, constant, launch
-from kivi.quantize import WORD_BITS, padded_length
+from kivi.backends.kernels.settings import history_settings
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes
 RUN = 8  # channels that a thread takes
@@ -51,13 +51,7 @@ def restore(target: Target, history: History, *, columns: int, window_start: int
     settings: dict[str, Setting] = {
         "KEY_ELEMENT": history.window_keys.dtype,
         "VALUE_ELEMENT": history.window_values.dtype,
-        "KEY_BITS": history.key_bits,
-        "VALUE_BITS": history.value_bits,
-        "GROUP": history.group_size,
-        "KEY_CHANNELS": key_channels,
-        "VALUE_CHANNELS": value_channels,
-        "VALUE_PADDED": padded_length(value_channels, history.group_size),
-        "KEY_CODES": WORD_BITS // history.key_bits,
+        **history_settings(history.codecs, key_channels, value_channels),
         "KEY_BLOCKS": -(-key_channels // RUN),
         "VALUE_BLOCKS": -(-value_channels // RUN),
     }

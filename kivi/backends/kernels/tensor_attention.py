@@ -103,7 +103,7 @@ class TensorBackend(KernelBackend):
             return False
         if {history.keys.scale.dtype, history.values.scale.dtype} != {mx.float16}:
             return False
-        least = self.least_codes.get(max(shapes.key_bits, shapes.value_bits))
+        least = self.least_codes.get(max(codec.bits for codec in shapes.codecs))
         if least is None or shapes.code_room < least or shapes.code_room % TENSOR_TILE_TOKENS or shapes.key_channels % 16:
             return False
         if max(shapes.key_channels, shapes.value_padded) > MOST_CHANNELS:
@@ -147,8 +147,9 @@ def _cut(shapes: Shapes) -> Split:
 def _shared_bytes(shapes: Shapes) -> int:
     """Return the bytes of shared memory of a threadgroup, whose SIMD groups each hold half a tile and what comes of it."""
     half = TENSOR_TILE_TOKENS // 2
-    codes = half * (shapes.key_channels * shapes.key_bits + shapes.value_padded * shapes.value_bits) // 8
-    params = 2 * 2 * (TENSOR_TILE_TOKENS * shapes.key_channels + half * shapes.value_padded) // shapes.group_size
+    keys, values = shapes.codecs
+    codes = keys.code_bytes(half, shapes.key_channels) + values.code_bytes(half, shapes.value_channels)
+    params = keys.param_bytes(TENSOR_TILE_TOKENS, shapes.key_channels) + values.param_bytes(half, shapes.value_channels)
     of_query = 4 * (half // 32 * 36 + 4 + half // 2 + 8)  # scores, what zeros add to them, weights
     prepared = 4 * (shapes.key_channels // 2 + 8 + 4)
     return SIMDS * (codes + params + shapes.query_tile * of_query) + shapes.query_tile * prepared

@@ -15,10 +15,9 @@ from mlx_lm.models.cache import KVCache
 
 from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.build import MAKERS
-from kivi.cache.single import MAX_CODE_QUERIES
+from kivi.cache.packed import MAX_CODE_QUERIES
 from kivi.cache.storage import CODE_STEP, GROWTH
 from kivi.measure.arms import settle
-from kivi.quantize import group_roundtrip, padded_length
 from kivi.spec import CacheSpec, SpecError
 
 DTYPE = mx.float16  # what caches hold on a GPU; no scene multiplies matrices, which is slow in 16 bits on a CPU
@@ -89,12 +88,8 @@ class Subject:
         sinks, frontier = self.spec.sink_length, self.frontier(tokens.tokens)
         if frontier <= sinks:
             return tokens
-        rules: dict[str, Any] = {"group_size": self.spec.group_size, "param_dtype": self.spec.params}
-        old = tokens.cut(sinks, frontier)
-        rounded = Pair(
-            group_roundtrip(old.keys, bits=self.spec.key_bits, axis=-2, **rules),
-            group_roundtrip(old.values, bits=self.spec.value_bits, axis=-1, **rules),
-        )
+        old, codecs = tokens.cut(sinks, frontier), self.spec.codecs
+        rounded = Pair(codecs.keys.roundtrip(old.keys), codecs.values.roundtrip(old.values))
         parts = (tokens.cut(0, sinks), rounded, tokens.cut(frontier))
         return Pair(*(mx.concatenate(list(side), axis=-2) for side in zip(*parts, strict=True)))
 
@@ -103,7 +98,7 @@ class Subject:
         sinks = min(tokens, self.spec.sink_length)
         quantized = self.frontier(tokens) - sinks if self.packs else 0
         return packed_bytes(
-            self.spec,
+            self.spec.codecs,
             Token(self.head_dim, self.head_dim, DTYPE.size, DTYPE.size),
             rows=self.heads,
             quantized=quantized,
@@ -116,11 +111,8 @@ class Subject:
         token = 2 * self.heads * self.head_dim * DTYPE.size
         if not self.packs:
             return int(KVCache.step) * token
-        spec = self.spec
-        width = padded_length(self.head_dim, spec.group_size)
-        params = 2 * spec.params.size
-        code = self.head_dim * spec.key_bits / 8 + width * spec.value_bits / 8
-        code += (self.head_dim + width) * params / spec.group_size
+        spec, group, dim = self.spec, self.spec.group_size, self.head_dim
+        code = sum(codec.code_bytes(group, dim) + codec.param_bytes(group, dim) for codec in spec.codecs) / group
         window = spec.sink_length + spec.residual_length + spec.group_size + MAX_CODE_QUERIES
         return int((tokens / GROWTH + CODE_STEP) * self.heads * code) + window * token
 

@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 from pydantic import Field
 
-from kivi.backends import ATTENTION_BOUND, Backend, History, Packed
-from kivi.cache.single import MAX_CODE_QUERIES
+from kivi.backends import ATTENTION_BOUND, Backend, History
+from kivi.cache.packed import MAX_CODE_QUERIES
+from kivi.codec import Codec
 from kivi.measure.backends.skip_reason import file_error, on_gpu
 from kivi.measure.results import Record
-from kivi.quantize import QuantizedGroups, dtype_name, group_dequantize, group_quantize, group_roundtrip, pack
+from kivi.quantize import dtype_name
 from kivi.spec import CacheSpec, ParamDtype
 
 Operation = Literal["round trip of keys", "round trip of values", "codes of keys", "codes of values", "attention on codes"]
@@ -117,12 +118,12 @@ def check_parity(backend: Backend, spec: CacheSpec, cases: Sequence[Case], *, se
     """
     for index, case in enumerate(cases):
         x = adversarial_input(case, spec.key_bits, spec.value_bits, seed + index)
-        yield _check(backend, spec, case, "round trip of keys", _roundtrip(backend, spec, x, -2))
-        yield _check(backend, spec, case, "round trip of values", _roundtrip(backend, spec, x, -1))
+        yield _check(backend, spec, case, "round trip of keys", _roundtrip(backend, spec.codecs.keys, x))
+        yield _check(backend, spec, case, "round trip of values", _roundtrip(backend, spec.codecs.values, x))
         whole = x[..., : case.tokens // spec.group_size * spec.group_size, :]
         if whole.shape[-2]:
-            yield _check(backend, spec, case, "codes of keys", _codes(backend.quantize_keys, spec, whole, -2))
-            yield _check(backend, spec, case, "codes of values", _codes(backend.quantize_values, spec, whole, -1))
+            yield _check(backend, spec, case, "codes of keys", _codes(backend, spec.codecs.keys, whole))
+            yield _check(backend, spec, case, "codes of values", _codes(backend, spec.codecs.values, whole))
         if spec.kind == "kivi":
             yield _check(backend, spec, case, "attention on codes", _attention(backend, spec, case, seed + index))
 
@@ -155,23 +156,16 @@ def _half_way(case: Case, position: mx.array, bits: int, seed: int) -> mx.array:
 Pairs = Callable[[], Iterator[tuple[mx.array, mx.array]]]
 
 
-def _roundtrip(backend: Backend, spec: CacheSpec, x: mx.array, axis: int) -> Pairs:
-    bits = spec.key_bits if axis == -2 else spec.value_bits
-    arguments: dict[str, Any] = {"bits": bits, "group_size": spec.group_size, "axis": axis, "param_dtype": spec.params}
-
+def _roundtrip(backend: Backend, codec: Codec, x: mx.array) -> Pairs:
     def pairs() -> Iterator[tuple[mx.array, mx.array]]:
-        yield backend.group_roundtrip(x, **arguments), group_roundtrip(x, **arguments)
+        yield backend.group_roundtrip(x, codec), codec.roundtrip(x)
 
     return pairs
 
 
-def _codes(quantize: Callable[..., Packed], spec: CacheSpec, x: mx.array, axis: int) -> Pairs:
-    bits = spec.key_bits if axis == -2 else spec.value_bits
-
+def _codes(backend: Backend, codec: Codec, x: mx.array) -> Pairs:
     def pairs() -> Iterator[tuple[mx.array, mx.array]]:
-        rules: dict[str, Any] = {"bits": bits, "group_size": spec.group_size, "param_dtype": spec.params}
-        expected = _packed(group_quantize(x, axis=axis, **rules), bits, axis)
-        yield from zip(quantize(x, **rules), expected, strict=True)
+        yield from zip(backend.quantize(x, codec), codec.pack(codec.quantize(x)), strict=True)
 
     return pairs
 
@@ -217,22 +211,19 @@ def _history(spec: CacheSpec, case: Case, seed: int) -> tuple[History, mx.array,
     stretches = [(spec.sink_length, 0), (codes, group), (window, group)]  # tokens that are there, and spare
     made: list[list[Any]] = []
     live: list[list[mx.array]] = []
-    for side, (bits, axis) in enumerate(((spec.key_bits, -2), (spec.value_bits, -1))):
+    for side, codec in enumerate(spec.codecs):
         parts = [
             _normal((1, case.heads, count + spare, case.channels), seed + 10 * side + index).astype(DTYPES[case.dtype])
             for index, (count, spare) in enumerate(stretches)
         ]
-        rules: dict[str, Any] = {"group_size": group, "axis": axis}
-        quantized = group_quantize(parts[1], bits=bits, param_dtype=spec.params, **rules)
-        rounded = group_dequantize(quantized, dtype=DTYPES[case.dtype], length=parts[1].shape[axis], **rules)
-        made.append([parts[0], _packed(quantized, bits, axis), parts[2]])
+        quantized = codec.quantize(parts[1])
+        rounded = codec.dequantize(quantized, DTYPES[case.dtype], length=parts[1].shape[codec.axis])
+        made.append([parts[0], codec.pack(quantized), parts[2]])
         exact = [parts[0], rounded, parts[2]]
         live.append([part[..., :count, :].astype(mx.float32) for part, (count, _) in zip(exact, stretches, strict=True)])
     (sink_keys, keys, window_keys), (sink_values, values, window_values) = made
     history = History(
-        key_bits=spec.key_bits,
-        value_bits=spec.value_bits,
-        group_size=group,
+        codecs=spec.codecs,
         sink_keys=sink_keys if spec.sink_length else None,
         sink_values=sink_values if spec.sink_length else None,
         keys=keys,
@@ -244,12 +235,6 @@ def _history(spec: CacheSpec, case: Case, seed: int) -> tuple[History, mx.array,
         window_count=window,
     )
     return history, mx.concatenate(live[0], axis=-2), mx.concatenate(live[1], axis=-2)
-
-
-def _packed(quantized: QuantizedGroups, bits: int, axis: int) -> Packed:
-    """Lay out what the definition returns as :class:`kivi.backends.Packed` says."""
-    codes, scale, zero = (part.swapaxes(-1, -2) if axis == -2 else part for part in quantized)
-    return Packed(pack(codes, bits), scale, zero)
 
 
 def _normal(shape: tuple[int, ...], seed: int) -> mx.array:

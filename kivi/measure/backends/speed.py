@@ -19,6 +19,7 @@ from pydantic import Field
 
 from kivi.backends import Backend
 from kivi.cache.single import KIVICache
+from kivi.codec import Codec
 from kivi.measure.arms import FULL, Arm
 from kivi.measure.backends.skip_reason import file_error
 from kivi.measure.monitor import DeadlineError, Monitor
@@ -26,7 +27,6 @@ from kivi.measure.results import Record, Timing
 from kivi.measure.settings import Settings
 from kivi.measure.speed.timing import in_random_order
 from kivi.models import LoadedModel
-from kivi.quantize import group_roundtrip
 from kivi.spec import CacheSpec
 
 Operation = Literal["round trip", "quantise and pack", "decode attention", "model prefill", "model decode"]
@@ -161,25 +161,22 @@ Flush = Callable[[mx.array, mx.array], Any]  # keys and values to whatever is to
 
 
 def _roundtrip_lanes(backends: Sequence[Backend], spec: CacheSpec) -> dict[str, tuple[bool, Flush]]:
-    def flush(roundtrip: Callable[..., mx.array]) -> Flush:
-        rules: dict[str, Any] = {"group_size": spec.group_size, "param_dtype": spec.params}
-        return lambda keys, values: (
-            roundtrip(keys, bits=spec.key_bits, axis=-2, **rules),
-            roundtrip(values, bits=spec.value_bits, axis=-1, **rules),
-        )
+    codecs = spec.codecs
+
+    def flush(roundtrip: Callable[[mx.array, Codec], mx.array]) -> Flush:
+        return lambda keys, values: (roundtrip(keys, codecs.keys), roundtrip(values, codecs.values))
 
     lanes: dict[str, tuple[bool, Flush]] = {
         backend.name: (backend.name != "mlx", flush(backend.group_roundtrip)) for backend in backends
     }
-    return {**lanes, "mlx compiled": (False, mx.compile(flush(group_roundtrip)))}
+    return {**lanes, "mlx compiled": (False, mx.compile(flush(lambda x, codec: codec.roundtrip(x))))}
 
 
 def _packing_lanes(backends: Sequence[Backend], spec: CacheSpec) -> dict[str, tuple[bool, Flush]]:
-    rules: dict[str, Any] = {"group_size": spec.group_size, "param_dtype": spec.params}
+    codecs = spec.codecs
 
     def flush(backend: Backend, keys: mx.array, values: mx.array) -> Any:
-        packed_keys = backend.quantize_keys(keys, bits=spec.key_bits, **rules)
-        return packed_keys, backend.quantize_values(values, bits=spec.value_bits, **rules)
+        return backend.quantize(keys, codecs.keys), backend.quantize(values, codecs.values)
 
     def mlx_quantize(keys: mx.array, values: mx.array) -> Any:
         # MLX's own rule for codes, not KIVI's: a measure of what one pass may cost.

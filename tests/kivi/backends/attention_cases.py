@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kivi.backends import History, Packed
+from kivi.backends import History
 from kivi.cache.storage import CODE_STEP
+from kivi.codec import Codecs, Packed
 from kivi.quantize import group_dequantize, group_quantize, pack, padded_length
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
@@ -63,10 +64,9 @@ def build(case: Case, seed: int = 0, counts: list[tuple[int, int, int]] | None =
     value_codes, exact_values = _quantize(values[1], -1, case.value_bits, case)
     rows = counts or [(case.sinks, case.codes, case.window)] * case.batch
     columns = [mx.array(column, mx.int32) if counts else column[0] for column in zip(*rows, strict=True)]
+    codecs = Codecs.of(key_bits=case.key_bits, value_bits=case.value_bits, group_size=case.group_size, param_dtype=case.params)
     history = History(
-        key_bits=case.key_bits,
-        value_bits=case.value_bits,
-        group_size=case.group_size,
+        codecs=codecs,
         sink_keys=keys[0] if case.sinks else None,
         sink_values=values[0] if case.sinks else None,
         keys=key_codes,

@@ -17,6 +17,7 @@ from kivi.backends.host import HostTarget
 from kivi.backends.kernels.backend import KernelBackend
 from kivi.backends.kernels.program import SHARED_LIMIT, Program, read_source
 from kivi.backends.metal import MetalTarget
+from kivi.codec import Codec
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
@@ -75,9 +76,9 @@ def run_everything(backend: KernelBackend) -> tuple[mx.array, mx.array]:
     case = Case(dtype=mx.float32, key_channels=72, value_channels=80, key_bits=4, queries_a_head=2, sinks=32)
     x = mx.random.normal((1, 2, 64, 72))
     for axis in (-1, -2):
-        backend.group_roundtrip(x, bits=2, group_size=32, axis=axis, param_dtype=mx.float16)
-    backend.quantize_keys(x, bits=2, group_size=32, param_dtype=mx.float16)
-    backend.quantize_values(x, bits=4, group_size=64, param_dtype=mx.float32)
+        backend.group_roundtrip(x, Codec(2, 32, axis, mx.float16))
+    backend.quantize(x, Codec(2, 32, -2, mx.float16))
+    backend.quantize(x, Codec(4, 64, -1, mx.float32))
     queries, history, exact = build(case)
     sinks = mx.random.normal((queries.shape[1],))
     backend.restore(history, columns=case.sinks + case.codes + case.window)
@@ -132,7 +133,7 @@ def test_a_kernel_that_fails_is_named(recorder: Recorder, monkeypatch: pytest.Mo
     monkeypatch.setattr(mx.fast, "metal_kernel", refuse)
     with pytest.raises(BackendError, match=r"backend=metal: kernel roundtrip_keys with .*BITS=2.* failed: .*Unable to build"):
         x = mx.zeros((1, 1, 32, 32))
-        KernelBackend(MetalTarget()).group_roundtrip(x, bits=2, group_size=32, axis=-2, param_dtype=mx.float16)
+        KernelBackend(MetalTarget()).group_roundtrip(x, Codec(2, 32, -2, mx.float16))
 
 
 def test_a_missing_device_is_said_in_words() -> None:

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kivi.backends import Backend, Packed
+from kivi.backends import Backend
 from kivi.backends.host import HostTarget
 from kivi.backends.kernels.backend import KernelBackend
 from kivi.backends.kernels.program import Program, read_source
+from kivi.codec import Codec, Packed
 from kivi.quantize import group_quantize, group_roundtrip, pack
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
@@ -68,7 +69,7 @@ def test_round_trip_equals_the_definition(
     for tokens in (1, group_size - 1, group_size, 2 * group_size + 3):
         x = hard_inputs(tokens, channels, (1 << bits) - 1, dtype, seed=tokens)
         arguments = {"bits": bits, "group_size": group_size, "axis": axis, "param_dtype": params}
-        assert_same_bits(backend.group_roundtrip(x, **arguments), group_roundtrip(x, **arguments))
+        assert_same_bits(backend.group_roundtrip(x, Codec(**arguments)), group_roundtrip(x, **arguments))
 
 
 @pytest.mark.parametrize(("dtype", "bits", "group_size", "params", "channels"), CONFIGURATIONS)
@@ -76,10 +77,10 @@ def test_round_trip_equals_the_definition(
 def test_packed_codes_and_parameters_equal_the_definition(
     backend: Backend, axis: int, dtype: mx.Dtype, bits: int, group_size: int, params: mx.Dtype, channels: int
 ) -> None:
-    quantize = backend.quantize_keys if axis == -2 else backend.quantize_values
+    codec = Codec(bits, group_size, axis, params)
     for tokens in (group_size, 3 * group_size):
         x = hard_inputs(tokens, channels, (1 << bits) - 1, dtype, seed=tokens)
-        packed = quantize(x, bits=bits, group_size=group_size, param_dtype=params)
+        packed = backend.quantize(x, codec)
         for actual, expected in zip(packed, packed_by_definition(x, axis, bits, group_size, params), strict=True):
             assert_same_bits(actual, expected)
 
@@ -95,7 +96,7 @@ def test_round_trip_equals_the_definition_on_any_input(x: np.ndarray, axis: int,
     backend = KernelBackend(ANY_INPUT)
     array = mx.array(x).astype(dtype)
     arguments = {"bits": bits, "group_size": 32, "axis": axis, "param_dtype": mx.float16}
-    assert_same_bits(backend.group_roundtrip(array, **arguments), group_roundtrip(array, **arguments))
+    assert_same_bits(backend.group_roundtrip(array, Codec(**arguments)), group_roundtrip(array, **arguments))
 
 
 ANY_INPUT = HostTarget()
@@ -107,16 +108,16 @@ def test_a_non_finite_element_shows_in_the_scale_of_its_group_alone(backend: Bac
     x = np.random.default_rng(1).normal(size=(1, 1, 96, 64)).astype(np.float32)
     clean = mx.array(x).astype(mx.float16)
     x[0, 0, 40, 7] = poison
-    quantize = backend.quantize_keys if axis == -2 else backend.quantize_values
-    scale = quantize(mx.array(x).astype(mx.float16), bits=2, group_size=32, param_dtype=mx.float16).scale
-    expected = np.array(quantize(clean, bits=2, group_size=32, param_dtype=mx.float16).scale)
+    codec = Codec(2, 32, axis, mx.float16)
+    scale = backend.quantize(mx.array(x).astype(mx.float16), codec).scale
+    expected = np.array(backend.quantize(clean, codec).scale)
     expected[(0, 0, 7, 1) if axis == -2 else (0, 0, 40, 0)] = np.nan
     np.testing.assert_array_equal(np.array(scale), expected)
 
 
 def test_keys_are_packed_in_whole_groups_only(backend: Backend) -> None:
     with pytest.raises(ValueError, match="33 tokens: keys are packed in whole groups of 32"):
-        backend.quantize_keys(mx.zeros((1, 1, 33, 64)), bits=2, group_size=32, param_dtype=mx.float16)
+        backend.quantize(mx.zeros((1, 1, 33, 64)), Codec(2, 32, -2, mx.float16))
 
 
 def test_the_short_division_equals_division() -> None:

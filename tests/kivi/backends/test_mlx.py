@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kivi.backends.mlx as mlx_backend
-from kivi.backends import ATTENTION_BOUND, History, Packed, available, resolve
+from kivi.backends import ATTENTION_BOUND, History, available, resolve
 from kivi.backends.mlx import BACKEND
+from kivi.codec import Codec, Codecs, Packed
 from kivi.quantize import QuantizedGroups, group_dequantize, group_quantize, group_roundtrip, pack, unpack
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -53,10 +54,12 @@ def test_codes_scales_and_zeros_are_those_of_the_definition(shape, bits, group_s
     x = mx.random.uniform(-1, 1, (batch, heads, groups * group_size, dim), key=mx.random.key(seed))
     x = (x * size + offset).astype(dtype)
     rules = {"bits": bits, "group_size": group_size, "param_dtype": param_dtype}
-    assert same(BACKEND.quantize_keys(x, **rules), defined_keys(x, **rules))
-    assert same(BACKEND.quantize_values(x, **rules), defined_values(x, **rules))
+    assert same(BACKEND.quantize(x, Codec(axis=-2, **rules)), defined_keys(x, **rules))
+    assert same(BACKEND.quantize(x, Codec(axis=-1, **rules)), defined_values(x, **rules))
     for axis in (-1, -2):
-        assert mx.array_equal(BACKEND.group_roundtrip(x, axis=axis, **rules), group_roundtrip(x, axis=axis, **rules)).item()
+        assert mx.array_equal(
+            BACKEND.group_roundtrip(x, Codec(axis=axis, **rules)), group_roundtrip(x, axis=axis, **rules)
+        ).item()
 
 
 @pytest.mark.parametrize("param_dtype", PARAMS)
@@ -65,8 +68,8 @@ def test_codes_scales_and_zeros_are_those_of_the_definition(shape, bits, group_s
 def test_constant_groups_are_those_of_the_definition(special, dtype, param_dtype):
     x = mx.full((1, 1, 64, 64), special).astype(dtype)
     rules = {"bits": 2, "group_size": 32, "param_dtype": param_dtype}
-    assert same(BACKEND.quantize_keys(x, **rules), defined_keys(x, **rules))
-    assert same(BACKEND.quantize_values(x, **rules), defined_values(x, **rules))
+    assert same(BACKEND.quantize(x, Codec(axis=-2, **rules)), defined_keys(x, **rules))
+    assert same(BACKEND.quantize(x, Codec(axis=-1, **rules)), defined_values(x, **rules))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,8 +80,8 @@ def test_a_group_that_is_not_finite_has_parameters_that_say_so_and_leaves_the_ot
     x[0, 1, 32 + lane, 32 + lane] = bad
     rules = {"bits": 4, "group_size": 32, "param_dtype": mx.float16}
     for ours, theirs, group in (
-        (BACKEND.quantize_keys(x, **rules), defined_keys(x, **rules), (0, 1, 32 + lane, 1)),
-        (BACKEND.quantize_values(x, **rules), defined_values(x, **rules), (0, 1, 32 + lane, 1)),
+        (BACKEND.quantize(x, Codec(axis=-2, **rules)), defined_keys(x, **rules), (0, 1, 32 + lane, 1)),
+        (BACKEND.quantize(x, Codec(axis=-1, **rules)), defined_values(x, **rules), (0, 1, 32 + lane, 1)),
     ):
         assert mx.array_equal(ours.scale, theirs.scale, equal_nan=True).item()
         assert mx.array_equal(ours.zero, theirs.zero, equal_nan=True).item()
@@ -114,12 +117,11 @@ def history(
         return (mean + mx.random.normal((batch, kv_heads, count, dim))).astype(dtype)
 
     key_bits, value_bits = bits
-    packed_keys = BACKEND.quantize_keys(draw(capacity, key_dim), bits=key_bits, group_size=32, param_dtype=mx.float16)
-    packed_values = BACKEND.quantize_values(draw(capacity, value_dim), bits=value_bits, group_size=32, param_dtype=mx.float16)
+    codecs = Codecs.of(key_bits=key_bits, value_bits=value_bits, group_size=32, param_dtype=mx.float16)
+    packed_keys = BACKEND.quantize(draw(capacity, key_dim), codecs.keys)
+    packed_values = BACKEND.quantize(draw(capacity, value_dim), codecs.values)
     stored = History(
-        key_bits=key_bits,
-        value_bits=value_bits,
-        group_size=32,
+        codecs=codecs,
         sink_keys=draw(sinks, key_dim) if sinks else None,
         sink_values=draw(sinks, value_dim) if sinks else None,
         keys=packed_keys,

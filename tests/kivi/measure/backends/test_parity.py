@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kivi.attention import AttentionError
-from kivi.backends import BackendError, Packed
+from kivi.backends import BackendError
 from kivi.backends.mlx import MLXBackend
+from kivi.codec import Codec, Packed
 from kivi.measure.backends.parity import DTYPES, Case, ParityCheck, ParityError, check_parity, difference, exact_attention
 from kivi.spec import CacheSpec
 
@@ -53,8 +54,8 @@ def test_attention_is_checked_for_packed_caches_only():
 
 
 class OneUlpOff(MLXBackend):
-    def group_roundtrip(self, x: mx.array, **rules: Any) -> mx.array:
-        out = super().group_roundtrip(x, **rules)
+    def group_roundtrip(self, x: mx.array, codec: Codec) -> mx.array:
+        out = super().group_roundtrip(x, codec)
         bits = mx.contiguous(out).view(mx.uint32 if out.dtype.size == 4 else mx.uint16)
         where = mx.arange(out.size).reshape(out.shape) == 7
         return (bits ^ where.astype(bits.dtype)).view(out.dtype)
@@ -69,12 +70,11 @@ def test_one_bit_of_one_element_is_found():
 class HalfUp(MLXBackend):
     """Rounds halves up instead of to even."""
 
-    def quantize_values(self, values: mx.array, *, bits: int, group_size: int, param_dtype: mx.Dtype) -> Packed:
-        exact = super().quantize_values(values, bits=bits, group_size=group_size, param_dtype=param_dtype)
-        nudged = values.astype(mx.float32) + 1e-6
-        return Packed(
-            super().quantize_values(nudged, bits=bits, group_size=group_size, param_dtype=param_dtype).words, *exact[1:]
-        )
+    def quantize(self, x: mx.array, codec: Codec) -> Packed:
+        exact = super().quantize(x, codec)
+        if codec.axis == -2:
+            return exact
+        return Packed(super().quantize(x.astype(mx.float32) + 1e-6, codec).words, *exact[1:])
 
 
 class SkipsLast(MLXBackend):
@@ -109,8 +109,10 @@ class Raises(MLXBackend):
     def __init__(self, error: Exception, name: str) -> None:
         self.error, self.name = error, name
 
-    def quantize_keys(self, keys: mx.array, **rules: Any) -> Packed:  # noqa: ARG002
-        raise self.error
+    def quantize(self, x: mx.array, codec: Codec) -> Packed:
+        if codec.axis == -2:
+            raise self.error
+        return super().quantize(x, codec)
 
 
 WORDS = "[quantize] No implementation for problem shape"
@@ -142,8 +144,8 @@ def test_all_else_that_is_raised_has_failed(error, name, gpu, monkeypatch):
 
 
 class OtherDtype(MLXBackend):
-    def group_roundtrip(self, x: mx.array, **rules: Any) -> mx.array:
-        return super().group_roundtrip(x, **rules).astype(mx.bfloat16)
+    def group_roundtrip(self, x: mx.array, codec: Codec) -> mx.array:
+        return super().group_roundtrip(x, codec).astype(mx.bfloat16)
 
 
 def test_another_dtype_than_the_definitions_fails_wherever_it_runs(monkeypatch):
@@ -154,8 +156,8 @@ def test_another_dtype_than_the_definitions_fails_wherever_it_runs(monkeypatch):
 
 
 class NotFinite(MLXBackend):
-    def group_roundtrip(self, x: mx.array, **rules: Any) -> mx.array:
-        return super().group_roundtrip(x, **rules) * mx.array(float("nan"), x.dtype)
+    def group_roundtrip(self, x: mx.array, codec: Codec) -> mx.array:
+        return super().group_roundtrip(x, codec) * mx.array(float("nan"), x.dtype)
 
 
 def test_nan_from_a_kernel_fails_and_stays_out_of_the_result():

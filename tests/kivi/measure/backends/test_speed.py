@@ -12,6 +12,7 @@ import pytest
 from kivi.backends import BackendError
 from kivi.backends.mlx import MLXBackend
 from kivi.cache.single import NonFiniteError
+from kivi.codec import Codec
 from kivi.measure import MeasureError
 from kivi.measure.backends.speed import Lane, SpeedSettings, time_lanes, time_operations
 from kivi.measure.monitor import DeadlineError, Monitor
@@ -130,9 +131,9 @@ class Notes(MLXBackend):
     def __init__(self) -> None:
         self.seen: list[mx.array] = []
 
-    def group_roundtrip(self, x: mx.array, **rules: Any) -> mx.array:
+    def group_roundtrip(self, x: mx.array, codec: Codec) -> mx.array:
         self.seen.append(x)
-        return super().group_roundtrip(x, **rules)
+        return super().group_roundtrip(x, codec)
 
 
 def test_no_two_timed_calls_get_the_same_input():

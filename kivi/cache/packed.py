@@ -1,0 +1,219 @@
+"""PackedCache: what the cache of one sequence and that of a batch share.
+
+Both hold three stretches of tokens, oldest first: exact sinks, codes, and a window of exact tokens. They differ in how they
+keep them: :mod:`kivi.cache.storage` for one sequence, :mod:`kivi.cache.rows` for rows of different lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, Self
+
+import mlx.core as mx
+
+from kivi.accounting import CacheBytes, Token, packed_bytes
+from kivi.attention import require_dispatch
+from kivi.backends import Backend, History, resolve
+from kivi.cache.masks import require_question
+from kivi.cache.rows import CodeRows, RowWindow, SinkRows
+from kivi.cache.state import Value
+from kivi.cache.storage import CodeStore, ExactStore, live_bytes, require_fitting
+from kivi.codec import Packed
+from kivi.spec import CacheSpec, SpecError
+
+# Up to here queries attend on codes; more queries share the cost of dequantising the history once. Enough for decoding and
+# for the drafts of speculative decoding (mlx-lm's default is 2 or 3 a step).
+MAX_CODE_QUERIES = 8
+
+_backend = functools.cache(resolve)  # asking what the machine has is slow; a cache holds a name, so that it can be copied
+
+
+class Tokens(NamedTuple):
+    """How many tokens of all rows are quantised, or have room to be, and how many are exact."""
+
+    quantized: int
+    exact: int
+
+
+class PackedCache(ABC):
+    """One layer's keys and values as packed codes plus exact tokens, in mlx-lm's cache protocol.
+
+    Args:
+        spec: A spec with ``kind="kivi"``, without settings by layer.
+
+    Raises:
+        SpecError: the spec is of another kind, or has settings by layer.
+        BackendError: the spec's backend is not available here.
+    """
+
+    # mlx-lm takes a cache with an attribute `bits` for its own quantised cache (see its models/base.py), so there is none.
+
+    max_code_queries = MAX_CODE_QUERIES  # of a call; longer ones dequantise
+
+    _sinks: ExactStore | SinkRows
+    _codes: CodeStore | CodeRows
+    _window: ExactStore | RowWindow
+
+    def __init__(self, spec: CacheSpec) -> None:
+        if CacheSpec.required(spec).kind != "kivi":
+            raise SpecError(f"kind={spec.kind!r}: {type(self).__name__} takes a spec with kind='kivi'")
+        if spec.layers:
+            raise SpecError(f"{spec.slug}: a cache is one layer's, use make_prompt_cache for settings by layer")
+        _backend(spec.backend)  # a missing backend is an error before any token comes
+        self.spec = spec
+        self._codecs = spec.codecs
+
+    @property
+    def backend(self) -> Backend:
+        """Who runs the kernels."""
+        return _backend(self.spec.backend)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return them, the call's own tokens, as they are.
+
+        Raises:
+            AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            ValueError: keys and values do not go together, or not with what is here; the cache is as it was.
+        """
+        require_dispatch(sys._getframe(1).f_globals)
+        require_fitting(keys, values, (self._window.keys, self._window.values))
+        self._store(keys, values)
+        return keys, values
+
+    def attend(
+        self, queries: mx.array, *, scale: float, mask: mx.array | str | None = None, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Attend to all tokens of each row with the queries of the last call.
+
+        Args:
+            queries: ``[B, H_q, L, D_k]``, ``H_q`` a multiple of the KV heads. Not modified.
+            scale: Factor of the scores, usually ``D_k ** -0.5``.
+            mask: None, ``"causal"``, or an array as :meth:`make_mask` makes them: boolean (True: seen) or additive,
+                broadcastable to ``[B, H_q, L, size()]``, in left-padded coordinates for a batch.
+            sinks: Attention sinks, one logit a query head ``[H_q]``.
+
+        Returns:
+            ``[B, H_q, L, D_v]`` in the dtype of the queries; rows of padding are unspecified.
+
+        Raises:
+            ValueError: queries or mask do not go with what is here.
+        """
+        require_question(queries, mask, self._window.buffers()[0], self.size())
+        length = queries.shape[-2]
+        mask = self._mask_of_call(mask, length)
+        if not self._attends_on_codes(length):
+            keys, values = self.keys_and_values()
+            out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            return out.astype(queries.dtype)
+        causal = isinstance(mask, str)
+        columns = None if mask is None or isinstance(mask, str) else self._in_storage_order(mask)
+        return self.backend.decode_attention(queries, self._history(), scale=scale, causal=causal, mask=columns, sinks=sinks)
+
+    @abstractmethod
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return all tokens in order as the queries of the last call see them, keys and values ``[B, H, size(), D]``.
+
+        Costly: the history is dequantised at each call, as :func:`kivi.quantize.group_dequantize` does.
+        """
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the number of tokens; of a batch, that of the columns."""
+
+    def empty(self) -> bool:
+        """Return whether there is no token."""
+        return self.size() == 0
+
+    def is_trimmable(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def state(self) -> dict[str, Value]:
+        """What the cache is, lengths and arrays, for ``save_prompt_cache`` and ``mx.eval``."""
+        self._settle()
+        return self._state()
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(self.from_state(state)))
+
+    @classmethod
+    @abstractmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """Return the cache whose :attr:`state` this is, in arrays of its own."""
+
+    def bytes(self) -> CacheBytes:
+        """Return what the cache weighs now; ``resident`` is measured from the live arrays, all else is counted."""
+        self._settle()
+        resident = live_bytes(vars(self))
+        if self._window.keys is None or self._window.values is None:
+            return CacheBytes(resident=resident, full_precision=0)
+        token, heads = Token.of(self._window.keys, self._window.values), self._window.keys.shape[1]
+        bill = functools.partial(packed_bytes, self._codecs, token, rows=heads, resident=resident)
+        held, room = self._held(), self._room()
+        unused = bill(quantized=room.quantized - held.quantized, exact=room.exact - held.exact)
+        return bill(quantized=held.quantized, exact=held.exact, spare=unused.accounted)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the live arrays."""
+        self._settle()
+        return live_bytes(vars(self))
+
+    def _attends_on_codes(self, length: int) -> bool:
+        """Return whether ``length`` queries attend on codes, rather than on dequantised numbers."""
+        return length <= self.max_code_queries
+
+    def _room(self) -> Tokens:
+        rows = 0 if self._window.keys is None else self._window.keys.shape[0]
+        return Tokens(rows * self._codes.capacity, rows * (self._sinks.capacity + self._window.capacity))
+
+    @abstractmethod
+    def _held(self) -> Tokens:
+        """Return the tokens of all rows."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Value]:
+        """Return :attr:`state` of a cache that is settled."""
+
+    @abstractmethod
+    def _store(self, keys: mx.array, values: mx.array) -> None:
+        """Take in a call's tokens."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Bring the state to that of the last token, once the call's queries are through."""
+
+    @abstractmethod
+    def _mask_of_call(self, mask: mx.array | str | None, length: int) -> mx.array | str | None:
+        """Return the mask that ``length`` queries are asked with, if they are asked with ``mask``."""
+
+    @abstractmethod
+    def _in_storage_order(self, mask: mx.array) -> mx.array:
+        """Return a mask of tokens as one of the capacities of sinks, codes and window."""
+
+    @abstractmethod
+    def _counts(self) -> tuple[int, int, int] | tuple[mx.array, mx.array, mx.array]:
+        """Return the tokens of sinks, codes and window; as int32 ``[B]`` where rows differ."""
+
+    def _quantize(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
+        return self.backend.quantize(keys, self._codecs.keys), self.backend.quantize(values, self._codecs.values)
+
+    def _history(self) -> History:
+        window_keys, window_values = self._window.buffers()
+        sink_count, code_count, window_count = self._counts()
+        return History(
+            codecs=self._codecs,
+            sink_keys=self._sinks.keys,
+            sink_values=self._sinks.values,
+            keys=self._codes.keys,
+            values=self._codes.values,
+            window_keys=window_keys,
+            window_values=window_values,
+            sink_count=sink_count,
+            code_count=code_count,
+            window_count=window_count,
+        )
