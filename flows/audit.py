@@ -11,7 +11,7 @@ from prefect.states import Completed, Failed
 
 from flows.progress import listener
 from kivi.backends import resolve
-from kivi.measure.audit.checks import AuditReport, subject_of
+from kivi.measure.audit import AuditReport, subject_of
 from kivi.models import check_model
 from tasks.config import Config
 from tasks.run.audit import EXPERIMENT, AuditConfig, log_audit, measure_audit, publish_audit
@@ -34,15 +34,15 @@ log = task(name="log the audit", cache_policy=NO_CACHE)(log_audit)
 
 @flow(name="audit", flow_run_name="audit {config.spec.slug}", persist_result=False, validate_parameters=True)
 def audit(config: AuditConfig, tracking_dir: Path = Path("mlruns")) -> State[Audited]:
-    """Play the audit's scenes on the cache of one spec, and log the report.
+    """Run the audit's checks on the cache of one spec, and log the report.
 
-    The state is Failed when any scene found an error, or none was run.
+    The state is Failed when any check found an error, or none was run.
 
     Args:
-        config: The spec, the scenes, and the model that quality is measured with.
+        config: The spec, the checks, and the model that quality is measured with.
         tracking_dir: Folder of the MLflow store.
     """
-    subject_of(config.spec, heads=1, head_dim=8)  # a cache without books, or a missing backend, ends it here
+    subject_of(config.spec, heads=1, head_dim=8)  # a cache without byte accounting, or a missing backend, ends it here
     resolve(config.spec.backend)
     if config.model is not None and config.needs_model:
         check_model(config.model.name, config.model.revision)
@@ -59,6 +59,6 @@ def final_state(audited: Audited) -> State[Audited]:
     report = audited.report
     if report.passed:
         return Completed(message=report.headline, data=audited)
-    errors = [f"{scene}, {found.name}: {found.evidence}" for scene, found in report.findings("error")]
+    errors = [f"{check}, {found.name}: {found.evidence}" for check, found in report.findings("error")]
     more = [f"and {len(errors) - SENTENCES} more"] if len(errors) > SENTENCES else []
     return Failed(message="\n".join([report.headline, *errors[:SENTENCES], *more]), data=audited)

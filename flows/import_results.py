@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from flows.audit import Audited
 from flows.compare import Compared
 from flows.nightly import NightResult
-from kivi.measure.audit.checks import AuditReport
+from kivi.measure.audit import AuditReport
 from kivi.measure.backends.comparison import ComparisonResult
 from kivi.measure.results import CellResult
 from tasks.config import ConfigError, NightlyConfig, first_sentence

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from kivi.blas import BLAS
+
 PACKAGES = ("kivi-mlx", "mlx", "mlx-lm", "numpy", "scipy", "transformers")
 
 
@@ -53,6 +55,12 @@ def packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def provenance() -> dict[str, Any]:
+    """Return what every result says of where it comes from: device, BLAS, packages, and the commit of the code."""
+    git = git_state()
+    return {"device": device(), "blas": BLAS, "packages": packages(), "git_sha": git.sha, "git_dirty": git.dirty}
 
 
 @functools.cache

@@ -55,23 +55,23 @@ def compare(
 
 def audit(
     spec: Annotated[str, typer.Argument(help="KIND[:key=value,...], e.g. kivi:bits=2 or kivi-roundtrip:bits=2.")],
-    scene: Annotated[
-        list[str] | None, typer.Option("--scene", help="Play this scene only; may be repeated. docs/checks.md lists them.")
+    check: Annotated[
+        list[str] | None, typer.Option("--check", help="Run this check only; may be repeated. docs/checks.md lists them.")
     ] = None,
     model: ModelName = None,
     settings: Settings = None,
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Audit one cache: its books, its memory, its history, its kernels, its error along a decode."""
+    """Audit one cache: its bytes, its memory, what it gives back, its kernels, its error along a decode."""
     with sentences():
         from kivi.backends import resolve
-        from kivi.measure.audit.checks import subject_of
+        from kivi.measure.audit import subject_of
         from tasks.run.audit import AuditConfig
         from tasks.tracking.store import require_usable
 
         require_usable(tracking_dir)
-        config = _read(AuditConfig, {"spec": spec, **({"scenes": scene} if scene else {}), **_model(model)}, settings)
+        config = _read(AuditConfig, {"spec": spec, **({"checks": check} if check else {}), **_model(model)}, settings)
         subject_of(config.spec, heads=1, head_dim=8)
         resolve(config.spec.backend)
         _check_model(config.model if config.needs_model else None)

@@ -40,21 +40,21 @@ def show_comparison(console: Console, compared: Compared, tracking_dir: Path) ->
 
 
 def show_audit(console: Console, audited: Audited, tracking_dir: Path) -> None:
-    """Print a row a scene, the errors and warnings with their commands, the verdict, and where to look."""
+    """Print a row a check, the errors and warnings with their commands, the verdict, and where to look."""
     report = audited.report
-    rows = [["scene", "question", "outcome", "took"]]
-    rows += [[scene.name, scene.question, scene.outcome, show_seconds(scene.seconds)] for scene in report.scenes]
+    rows = [["check", "question", "outcome", "took"]]
+    rows += [[check.name, check.question, check.outcome, show_seconds(check.seconds)] for check in report.checks]
     console.print(_table(f"audit of {report.spec.slug}", rows))
     for severity in ("warning", "error"):
         for name, found in report.findings(severity):
             _print(console, f"{severity}: {name}, {found.name}: {found.evidence}", STYLES[severity])
             _print(console, f"  again: {found.command}")
-    if len(report.scenes) == 1:  # whoever asks one question wants the evidence
+    if len(report.checks) == 1:  # whoever asks one question wants the evidence
         for _, found in report.findings("info"):
             _print(console, f"{found.name}: {found.evidence}")
-    for scene in report.scenes:
-        if scene.not_run:
-            _print(console, f"{scene.name}: {scene.not_run}", "yellow")
+    for check in report.checks:
+        if check.not_run:
+            _print(console, f"{check.name}: {check.not_run}", "yellow")
     _print(console, f"took {show_seconds(report.seconds)}")
     _print(console, report.headline, "bold green" if report.passed else "bold red")
     _where(console, audited.logged, tracking_dir)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import mlx.core as mx
 
-from kivi import BLAS, backends, machine
+from kivi import backends, machine
 from kivi.measure import MeasureError, generation, quality
 from kivi.measure.answers.questions import Question, measure_answers
 from kivi.measure.arms import FULL, Arm
@@ -37,7 +37,7 @@ def measure_cell(
     monitor: Monitor,
     questions: Sequence[Question] = (),
 ) -> CellResult:
-    """Measure quality, generation, memory and books of one spec; throughput is measured apart, all caches interleaved.
+    """Measure quality, generation, memory and accounting of one spec; throughput is measured apart, all caches in turns.
 
     Args:
         model: The model.
@@ -145,7 +145,6 @@ def _provenance(
     prompt_sha256: str,
 ) -> Provenance:
     backend, reason = _backend(spec)
-    git = machine.git_state()
     generated = settings.generation
     return Provenance(
         started=clock.started,
@@ -160,11 +159,7 @@ def _provenance(
         spec=spec,
         backend=backend,
         backend_reason=reason,
-        device=machine.device(),
-        blas=BLAS,
-        packages=machine.packages(),
-        git_sha=git.sha,
-        git_dirty=git.dirty,
+        **machine.provenance(),
         layers_quantized=len(arm.layers),
         layers_kept=arm.kept,
         coverage_note=(

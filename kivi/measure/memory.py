@@ -1,7 +1,7 @@
-"""Memory: what caches hold, by their own account and by two witnesses that do not ask them.
+"""Memory: what caches report, and two probes that do not ask them.
 
-- *resident*: bytes of the live arrays, as the cache's ``bytes()`` measures them; for mlx-lm's caches, which have no books,
-  the arrays that they hold;
+- *resident*: bytes of the live arrays, as the cache's ``bytes()`` measures them; for mlx-lm's caches, which report
+  nothing, the arrays that they hold;
 - *accounted*: what the tokens need by count, the rest being spare capacity;
 - *held*: bytes of every array that can be reached from the cache, buffers counted once, whatever the cache says;
 - *growth*: of MLX's active memory since before the caches were made.
@@ -26,14 +26,14 @@ KILOBYTE = 1024  # unit of ru_maxrss on Linux; macOS counts bytes
 
 
 def cache_bytes(cache: Any) -> CacheBytes:
-    """Return what one layer's cache weighs.
+    """Return the bytes of one layer's cache.
 
-    Caches with books are asked. mlx-lm's have none: a ``KVCache`` is all full precision, a ``QuantizedKVCache`` codes and
+    Caches with ``bytes()`` are asked. mlx-lm's have none: a ``KVCache`` is all full precision, a ``QuantizedKVCache`` codes and
     parameters, both with spare capacity beyond their offset; any other cache counts as full precision, without spare.
     """
     if hasattr(cache, "bytes"):
-        booked: CacheBytes = cache.bytes()
-        return booked
+        reported: CacheBytes = cache.bytes()
+        return reported
     resident = held_bytes(cache)
     if type(cache) is QuantizedKVCache and not cache.empty():
         return _mlx_quantized_bytes(cache, resident)
@@ -43,10 +43,10 @@ def cache_bytes(cache: Any) -> CacheBytes:
     return CacheBytes(resident=resident, full_precision=resident, residual=resident)
 
 
-def books(cache: Any) -> CacheBytes:
-    """Return what the cache's own books say: for ``kivi-roundtrip`` what its tokens would weigh if they were packed."""
-    booked: CacheBytes = cache.packed_bytes() if hasattr(cache, "packed_bytes") else cache_bytes(cache)
-    return booked
+def packed_cache_bytes(cache: Any) -> CacheBytes:
+    """Return :func:`cache_bytes`; for ``kivi-roundtrip`` what its tokens would take if they were packed."""
+    estimate: CacheBytes = cache.packed_bytes() if hasattr(cache, "packed_bytes") else cache_bytes(cache)
+    return estimate
 
 
 def held_bytes(holder: Any) -> int:
@@ -107,7 +107,7 @@ def accounting(caches: Sequence[Any], *, key_share: float, itemsize: float) -> A
         key_share: Keys' share of the bytes of a full-precision token.
         itemsize: Bytes of a full-precision number, the mean of keys and values where these differ.
     """
-    total = sum_bytes(books(cache) for cache in caches)
+    total = sum_bytes(packed_cache_bytes(cache) for cache in caches)
     packed = total.accounted - total.residual
     numbers = (total.full_precision - total.residual) / itemsize
     full_keys = round(total.full_precision * key_share)

@@ -239,16 +239,16 @@ class Memory(Record):
     process_peak_bytes: Count = metric("largest resident set of the process so far", "bytes", higher_is_better=None)
     tokens: Several = metric("tokens in the cache, over all rows", "tokens", higher_is_better=None)
     growth_bytes: int | None = optional_metric(
-        "growth of MLX's active memory since before the caches were made: a witness", "bytes", higher_is_better=None
+        "growth of MLX's active memory since before the caches were made", "bytes", higher_is_better=None
     )
     held_bytes: Count | None = optional_metric(
-        "bytes of every array reachable from the caches, whatever they say: a witness", "bytes", higher_is_better=None
+        "bytes of every array reachable from the caches, found without asking them", "bytes", higher_is_better=None
     )
     layer_bytes: list[Count] = Field([], description="resident bytes of each layer, in order")
 
 
 class Accounting(Record):
-    """The seven figures of the cache's own books, from token counts."""
+    """The seven figures of the cache's byte accounting, from token counts."""
 
     compressed_key_bytes: Count = metric("quantised keys: codes, scales and zeros", "bytes", higher_is_better=False)
     full_key_bytes: Count = metric("all keys in full precision", "bytes", higher_is_better=None)
@@ -258,7 +258,7 @@ class Accounting(Record):
     average_bits: PositiveFloat = metric(
         "bits of a number in the quantised region, parameters included", "bits", higher_is_better=False
     )
-    compression_ratio: PositiveFloat = metric("full precision over what the books say", "1", higher_is_better=True)
+    compression_ratio: PositiveFloat = metric("full precision over accounted bytes", "1", higher_is_better=True)
 
 
 class Finding(Record):
@@ -271,7 +271,7 @@ class Finding(Record):
 
 
 class Audit(Record):
-    """Whether the cache told the truth in this cell."""
+    """Whether the cell's caches hold what they report, and what was found."""
 
     passed: bool
     findings: list[Finding] = []

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from kivi.measure.audit.report import AuditReport, Curve, Scene
+from kivi.measure.audit import AuditReport, Check, Curve
 from tasks.report.figures import STYLE, legend_below, line_style, name_axes, svg
 from tasks.report.table import show_seconds
 from tasks.sanitize import markdown
@@ -20,31 +20,31 @@ QUALITY_CURVES = {
     "audit.logit_cosine_free": "cosine, free-running",
 }
 CROWDED = 40  # points of a line beyond which markers hide it
-BOOKS_LABELS = {
+BYTES_LABELS = {
     "audit.live_bytes": "live arrays",
-    "audit.accounted_bytes": "billed",
+    "audit.accounted_bytes": "accounted",
     "audit.full_precision_bytes": "full precision",
     "audit.active_bytes": "MLX's active memory",
 }
 
 
 def audit_markdown(report: AuditReport) -> str:
-    """Return the audit as Markdown: verdict, what is wrong, then every scene with its evidence and its command."""
+    """Return the audit as Markdown: verdict, what is wrong, then every check with its evidence and its command."""
     lines = [f"# Audit of {markdown(report.spec.slug)}", "", f"**{markdown(report.headline)}**", ""]
     lines += [f"{markdown(report.cache)} on backend {markdown(report.backend)}; {markdown(report.device)}", ""]
     for severity, title in (("error", "Errors"), ("warning", "Warnings")):
         found = report.findings(severity)
         if found:
             lines += [f"## {title}", ""]
-            lines += [f"- {scene}, {markdown(one.name)}: {markdown(one.evidence)}" for scene, one in found]
+            lines += [f"- {check}, {markdown(one.name)}: {markdown(one.evidence)}" for check, one in found]
             lines += [""]
-    lines += ["## Scenes", "", "| scene | question | outcome | took |", "|---|---|---|---|"]
+    lines += ["## Checks", "", "| check | question | outcome | took |", "|---|---|---|---|"]
     lines += [
-        f"| {scene.name} | {markdown(scene.question)} | {scene.outcome} | {show_seconds(scene.seconds)} |"
-        for scene in report.scenes
+        f"| {check.name} | {markdown(check.question)} | {check.outcome} | {show_seconds(check.seconds)} |"
+        for check in report.checks
     ]
-    for scene in report.scenes:
-        lines += ["", f"## {scene.name}", "", *_evidence(scene)]
+    for check in report.checks:
+        lines += ["", f"## {check.name}", "", *_evidence(check)]
     code = report.git_sha + (" with uncommitted changes" if report.git_dirty else "")
     facts = {
         "measured": f"{report.started:%Y-%m-%d %H:%M} UTC in {show_seconds(report.seconds)}",
@@ -59,25 +59,25 @@ def audit_markdown(report: AuditReport) -> str:
 
 def audit_figures(report: AuditReport) -> dict[str, str]:
     """Return the figures by file name."""
-    scenes = {scene.name: scene for scene in report.scenes}
+    checks = {check.name: check for check in report.checks}
     drawn = {}
-    books = [curve for name in ("books", "witness") if name in scenes for curve in scenes[name].curves]
-    if books:
-        drawn["figures/books.svg"] = books_figure(books)
-    if "append" in scenes and scenes["append"].curves:
-        drawn["figures/oldest_error.svg"] = drift_figure(scenes["append"].curves[0])
-    if "quality" in scenes and scenes["quality"].curves:
-        drawn["figures/quality.svg"] = quality_figure(scenes["quality"].curves)
+    counted = [curve for name in ("bytes", "memory") if name in checks for curve in checks[name].curves]
+    if counted:
+        drawn["figures/bytes.svg"] = bytes_figure(counted)
+    if "append" in checks and checks["append"].curves:
+        drawn["figures/oldest_error.svg"] = drift_figure(checks["append"].curves[0])
+    if "quality" in checks and checks["quality"].curves:
+        drawn["figures/quality.svg"] = quality_figure(checks["quality"].curves)
     return drawn
 
 
-def books_figure(curves: Sequence[Curve]) -> str:
-    """Return bytes by decode step: live, billed, in full precision, and MLX's own count."""
+def bytes_figure(curves: Sequence[Curve]) -> str:
+    """Return bytes by decode step: live, accounted, in full precision, and MLX's own count."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.2), layout="constrained")
         axes = figure.subplots()
         for index, curve in enumerate(curves):
-            _draw(axes, curve, BOOKS_LABELS.get(curve.name, curve.name), index)
+            _draw(axes, curve, BYTES_LABELS.get(curve.name, curve.name), index)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
         name_axes(axes, "bytes of one layer's cache", "decode step", "kB")
@@ -118,13 +118,13 @@ def quality_figure(curves: Sequence[Curve]) -> str:
         return svg(figure)
 
 
-def _evidence(scene: Scene) -> list[str]:
-    lines = [f"{markdown(scene.question)}", ""]
-    if scene.not_run:
-        lines += [markdown(scene.not_run)]
-    lines += [f"- {found.severity}: {markdown(found.name)}: {markdown(found.evidence)}" for found in scene.findings]
-    if scene.findings:
-        lines += ["", f"Again: `{scene.findings[0].command}`"]
+def _evidence(check: Check) -> list[str]:
+    lines = [f"{markdown(check.question)}", ""]
+    if check.not_run:
+        lines += [markdown(check.not_run)]
+    lines += [f"- {found.severity}: {markdown(found.name)}: {markdown(found.evidence)}" for found in check.findings]
+    if check.findings:
+        lines += ["", f"Again: `{check.findings[0].command}`"]
     return lines
 
 

@@ -10,8 +10,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field, field_validator
 
-from kivi.measure.audit.checks import QUALITY, AuditReport, SceneSettings, audit_spec, check_names
-from kivi.measure.audit.decode_length import DecodeSettings, Reading
+from kivi.measure.audit import QUALITY, AuditReport, AuditSettings, DecodeSettings, Reading, audit_spec, check_names
 from kivi.measure.monitor import Monitor
 from kivi.models.embedded import cache_dir
 from tasks.config import Config, Model, ModelConfig, Prompts, PromptSetConfig, Spec
@@ -25,30 +24,31 @@ from tasks.tracking.nights import origin_tags
 from tasks.tracking.store import TrackingStore
 
 EXPERIMENT = "kivi-audit"
+STORED = {"bytes": "books", "memory": "witness", "byte accounting": "books"}  # see _metric
 
 
 class AuditConfig(Config):
     """What is audited, and how thoroughly."""
 
     spec: Spec = Field(description="a cache of kind kivi or kivi-roundtrip")
-    scenes: tuple[str, ...] = Field((), description="scenes to play; all by default")
+    checks: tuple[str, ...] = Field((), description="checks to run; all by default")
     model: Model | None = Field(ModelConfig(), description="what quality by decode length is measured with; null: not at all")
     prompts: Prompts = Field(PromptSetConfig(source="humaneval"), description="what the model reads")
-    settings: SceneSettings = Field(SceneSettings(), description="how long the scenes are")
+    settings: AuditSettings = Field(AuditSettings(), description="how long the checks are")
     decode: DecodeSettings = Field(DecodeSettings(), description="how the error is followed along a decode")
     reference_gb: float = Field(1.0, gt=0, description="disk for the full cache's logits")
     deadline_s: float = Field(3600, gt=0, description="seconds after which the audit is stopped and fails")
 
-    @field_validator("scenes")
+    @field_validator("checks")
     @classmethod
-    def _check_scenes(cls, scenes: tuple[str, ...]) -> tuple[str, ...]:
-        check_names(scenes)
-        return scenes
+    def _check_names(cls, checks: tuple[str, ...]) -> tuple[str, ...]:
+        check_names(checks)
+        return checks
 
     @property
     def needs_model(self) -> bool:
         """Whether quality by decode length is asked for."""
-        return self.model is not None and QUALITY in check_names(self.scenes)
+        return self.model is not None and QUALITY in check_names(self.checks)
 
 
 @task(name="audit", task_run_name="audit {config.spec.slug}", cache_policy=NO_CACHE)
@@ -62,7 +62,7 @@ def measure_audit(config: AuditConfig) -> AuditReport:
             texts = load_prompt_set(config.prompts).texts(model.tokenizer)
             reading = Reading(model, texts, references(cache_dir() / "references", config.reference_gb), config.decode)
         monitor = Monitor(Reporter(label, "audit"), config.deadline_s)
-        return audit_spec(config.spec, config.settings, names=config.scenes, reading=reading, monitor=monitor)
+        return audit_spec(config.spec, config.settings, names=config.checks, reading=reading, monitor=monitor)
 
 
 def log_audit(store: TrackingStore, report: AuditReport, flow_run_id: str = "") -> Logged:
@@ -104,11 +104,17 @@ def publish_audit(report: AuditReport) -> None:
     """Make Prefect's artifacts: the page, and the findings as a table. Only within a run."""
     create_markdown_artifact(audit_markdown(report), key="audit", description=report.headline)
     rows = [
-        {"scene": scene.name, "finding": found.name, "severity": found.severity, "evidence": visible(found.evidence)}
-        for scene in report.scenes
-        for found in scene.findings
+        {"check": check.name, "finding": found.name, "severity": found.severity, "evidence": visible(found.evidence)}
+        for check in report.checks
+        for found in check.findings
     ]
     create_table_artifact(rows, key="audit-findings", description=report.headline)
+
+
+def _metric(check: str, finding: str = "") -> str:
+    """Return the name of a check, or of its finding, in metrics: as in audits that stores already have."""
+    check, finding = STORED.get(check, check), STORED.get(finding, finding.replace("accounted ", "bill of "))
+    return f"{check}.{re.sub(r'[^a-z0-9]+', '_', finding.lower()).strip('_')}" if finding else check
 
 
 def _points(report: AuditReport) -> Iterator[Point]:
@@ -116,13 +122,12 @@ def _points(report: AuditReport) -> Iterator[Point]:
     yield Point(name="audit.passed", value=float(report.passed))
     for severity in ("error", "warning"):
         yield Point(name=f"audit.{severity}s", value=float(len(report.findings(severity))))
-    for scene in report.scenes:
-        if scene.outcome != "not run":
-            yield Point(name=f"audit.passed/{scene.name}", value=float(scene.outcome == "passed"))
-        for found in scene.findings:
-            slug = re.sub(r"[^a-z0-9]+", "_", found.name.lower()).strip("_")
+    for check in report.checks:
+        if check.outcome != "not run":
+            yield Point(name=f"audit.passed/{_metric(check.name)}", value=float(check.outcome == "passed"))
+        for found in check.findings:
             for name, value in found.numbers.items():
-                yield Point(name=f"{scene.name}.{slug}/{name}", value=value)
-        for curve in scene.curves:
+                yield Point(name=f"{_metric(check.name, found.name)}/{name}", value=value)
+        for curve in check.curves:
             for step, value in zip(curve.steps, curve.values, strict=True):
                 yield Point(name=curve.name, value=value, step=step)

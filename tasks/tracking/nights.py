@@ -25,7 +25,7 @@ from tasks.tracking.runs import BASELINE, GOOD, PIN, search
 from tasks.tracking.store import TrackingStore
 
 if TYPE_CHECKING:
-    from kivi.measure.audit.checks import AuditReport
+    from kivi.measure.audit import AuditReport
     from kivi.measure.backends.comparison import ComparisonResult
     from kivi.measure.results import Provenance
 

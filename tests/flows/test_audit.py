@@ -1,4 +1,4 @@
-"""The audit as a flow: played, logged, shown, and in a true state."""
+"""The audit as a flow: run, logged, shown, and in a true state."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
 from flows.audit import Audited, audit, final_state
-from kivi.measure.audit.checks import SceneSettings
-from kivi.measure.audit.report import Notes
+from kivi.measure.audit import AuditSettings, Notes
 from tasks.run.audit import EXPERIMENT, AuditConfig
 from tasks.tracking.store import writer
 
 CONFIG = AuditConfig(
     spec="kivi:bits=2,residual=32,backend=mlx",
-    scenes=("books", "definition", "parity"),
+    checks=("bytes", "definition", "parity"),
     model=None,
-    settings=SceneSettings(decode_steps=10, history=128),
+    settings=AuditSettings(decode_steps=10, history=128),
 )
 
 
@@ -30,7 +29,7 @@ def audited(prefect_server, tmp_path_factory):
 
 def test_an_honest_cache_is_completed_logged_and_shown(audited):
     tracking_dir, state = audited
-    assert state.is_completed() and state.message.startswith("passed: 3 scenes"), state.message
+    assert state.is_completed() and state.message.startswith("passed: 3 checks"), state.message
     result = state.result()
     with writer(tracking_dir, EXPERIMENT) as store:
         run = store.client.get_run(result.logged.run_id)
@@ -45,16 +44,16 @@ def test_an_honest_cache_is_completed_logged_and_shown(audited):
 
 def test_an_error_is_failed_and_says_what_was_seen(audited):
     result = audited[1].result()
-    notes = Notes("kivi audit kivi --scene books")
+    notes = Notes("kivi audit kivi --check bytes")
     notes.check("total", "live arrays hold 10 bytes more", "")
-    scene = result.report.scenes[0].model_copy(update={"findings": notes.findings})
-    report = result.report.model_copy(update={"scenes": [scene], "passed": False})
+    check = result.report.checks[0].model_copy(update={"findings": notes.findings})
+    report = result.report.model_copy(update={"checks": [check], "passed": False})
     state = final_state(Audited(report=report, logged=result.logged))
-    assert state.is_failed() and "books, total: live arrays hold 10 bytes more" in state.message
+    assert state.is_failed() and "bytes, total: live arrays hold 10 bytes more" in state.message
 
 
-def test_a_cache_without_books_and_a_missing_backend_end_it_before_anything_runs(audited):
-    for spec, words in (("full", "keeps books"), ("kivi:backend=cuda", "backend=cuda")):
+def test_a_cache_without_byte_accounting_and_a_missing_backend_end_it_before_anything_runs(audited):
+    for spec, words in (("full", "has byte accounting"), ("kivi:backend=cuda", "backend=cuda")):
         config = AuditConfig(spec=spec, model=None)
         state = audit(config, audited[0], return_state=True)
         if spec == "full" or not state.is_completed():  # on a machine with CUDA the second one runs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from kivi.measure.audit.checks import QUALITY, QUALITY_QUESTION, SCENES
+from kivi.measure.audit import CHECKS, QUALITY, QUALITY_QUESTION
 from kivi.measure.backends.speed import CPU_SETTINGS, SpeedSettings
 from tasks.run.audit import AuditConfig
 from tasks.run.compare import CompareConfig
@@ -34,12 +34,12 @@ def section(command: str) -> str:
 @pytest.mark.parametrize(("command", "config"), [("compare", CompareConfig), ("audit", AuditConfig)])
 def test_every_setting_is_listed_and_nothing_else(command, config):
     listed = re.findall(r"^\| `([\w.]+)` \|(?=.*\|.*\|)", section(command), re.MULTILINE)
-    assert set(listed) - {*SCENES, QUALITY} == set(leaves(config))
+    assert set(listed) - {*CHECKS, QUALITY} == set(leaves(config))
 
 
-def test_every_scene_is_listed_with_its_question():
+def test_every_check_is_listed_with_its_question():
     listed = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|$", section("audit"), re.MULTILINE))
-    assert listed == {name: question for name, (question, _) in SCENES.items()} | {QUALITY: QUALITY_QUESTION}
+    assert listed == {name: question for name, (question, _) in CHECKS.items()} | {QUALITY: QUALITY_QUESTION}
 
 
 def test_the_defaults_of_speed_are_those_listed():

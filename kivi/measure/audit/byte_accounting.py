@@ -1,32 +1,25 @@
-"""Scenes of bookkeeping: what a cache says it weighs, against what it weighs."""
+"""Checks of byte accounting: the bytes that a cache reports against the bytes that it holds."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import mlx.core as mx
 
 from kivi.accounting import CacheBytes
 from kivi.cache.storage import CODE_STEP, GROWTH
 from kivi.measure.arms import held_arrays, settle
-from kivi.measure.audit.report import Curve, Notes, SceneSettings
-from kivi.measure.audit.subject import Pair, Subject, feed, join, read, show_bytes, subject_of
+from kivi.measure.audit.report import AuditSettings, Curve, Notes
+from kivi.measure.audit.subject import Subject, feed, join, read, show_bytes
 from kivi.measure.memory import held_bytes, settled_memory
-from kivi.spec import CacheSpec
 
 PARTS = ("key_codes", "key_params", "value_codes", "value_params", "residual", "full_precision")
-WITNESSED = 5  # times that MLX's own count of active memory is asked; each waits for the garbage collector
+MEMORY_PROBES = 5  # times that MLX's count of active memory is read; each waits for the garbage collector
 GPU_PAGE, CPU_PAGE, HEADER = 16_384, 4096, 64  # bytes; see _rounding
-AT_ONCE = 2048  # tokens, for bytes a token in the long run
-GROWN = 16_384  # tokens, of which a 32nd stands out from a window; what comes after them makes the codes grow
-
-SEED_SPEC: dict[str, Any] = {"key_bits": 2, "value_bits": 2, "group_size": 32, "residual_length": 32}
-SEED_TOKENS, SEED_HEADS, SEED_HEAD_DIM = 200, 4, 64
-SEED_LIVE, SEED_BILLED, SEED_FULL = 131_072, 15_360, 81_920
+AT_ONCE = 2048  # tokens of one call when bytes a token are measured
+LONG = 16_384  # tokens: a 32nd of them, the stated spare capacity, is then larger than a window
 
 
-def books(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Compare reported with live bytes at each decode step, every part of the bill with one made from counts alone."""
+def check_bytes(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Compare reported bytes with live bytes at each decode step, and each accounted part with what token counts give."""
     prompt = subject.filled
     tokens = subject.tokens(prompt + settings.decode_steps, settings.seed)
     cache = subject.fed(tokens.cut(0, prompt))
@@ -39,7 +32,7 @@ def books(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         said, held = cache.bytes(), held_bytes(cache)
         reported.append(said)
         live.append(held)
-        for what, sentence in _look(said, held, subject, prompt + step + 1):
+        for what, sentence in _errors(said, held, subject, prompt + step + 1):
             wrong[what].append(f"decode step {step}: {sentence}")
     last, most = reported[-1], max(abs(said.resident - held) for said, held in zip(reported, live, strict=True))
     count = len(steps)
@@ -55,7 +48,7 @@ def books(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     notes.check(
         "total",
         _tally(wrong["total"], count),
-        f"at each of {count} decode steps live bytes are the bill and its spare capacity, "
+        f"at each of {count} decode steps live bytes are the accounted bytes and the spare capacity, "
         f"{show_bytes(last.accounted)} and {show_bytes(last.spare)} at the last",
         accounted_bytes=last.accounted,
         spare_bytes=last.spare,
@@ -69,15 +62,17 @@ def books(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         spare_bytes=last.spare,
         limit_bytes=subject.spare_limit(prompt + count),
     )
-    expected = subject.bill(prompt + count)
+    expected = subject.expected_bytes(prompt + count)
     for part in PARTS:
         notes.check(
-            f"bill of {part}",
+            f"accounted {part}",
             _tally(wrong[part], count),
-            f"{show_bytes(getattr(last, part))} at the last step, as the number of tokens says",
+            f"{show_bytes(getattr(last, part))} at the last step, as the token count gives",
             billed_bytes=getattr(last, part),
             expected_bytes=getattr(expected, part),
         )
+    if hasattr(cache, "packed_bytes"):
+        _check_estimate(cache.packed_bytes(), subject, prompt + count, notes)
     curves = {"live": live, "accounted": [said.accounted for said in reported]}
     curves["full_precision"] = [said.full_precision for said in reported]
     notes.curves += [
@@ -86,22 +81,39 @@ def books(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     ]
 
 
-def _look(said: CacheBytes, held: int, subject: Subject, tokens: int) -> list[tuple[str, str]]:
-    """Return what is wrong with the books at this moment: its name and a sentence."""
+def _check_estimate(estimate: CacheBytes, subject: Subject, tokens: int, notes: Notes) -> None:
+    """Compare what a full-precision cache says that its tokens would take if they were packed with the packed cache's count."""
+    expected = subject.packed_bytes(tokens)
+    wrong = [
+        f"estimates {show_bytes(getattr(estimate, part))} for packed {part}, expected {show_bytes(getattr(expected, part))}"
+        for part in PARTS
+        if getattr(estimate, part) != getattr(expected, part)
+    ]
+    notes.check(
+        "estimate of packed size",
+        join(wrong),
+        f"estimates {show_bytes(estimate.accounted)} if its {tokens} tokens were packed, as the packed cache accounts",
+        estimated_bytes=estimate.accounted,
+        expected_bytes=expected.accounted,
+    )
+
+
+def _errors(said: CacheBytes, held: int, subject: Subject, tokens: int) -> list[tuple[str, str]]:
+    """Return what is wrong with the reported bytes at this moment: its name and a sentence."""
     found = []
     if said.resident != held:
         found.append(("resident", f"reports {show_bytes(said.resident)} as resident, its live arrays hold {show_bytes(held)}"))
     if said.accounted + said.spare != held:
         missing = held - said.accounted - said.spare
-        found.append(("total", f"live arrays hold {show_bytes(held)}, {show_bytes(missing)} more than bill and spare"))
-    if said.spare > subject.spare_limit(tokens):
-        limit = subject.spare_limit(tokens)
-        found.append(("spare", f"{show_bytes(said.spare)} are called spare capacity, at most {show_bytes(limit)} can be"))
-    expected = subject.bill(tokens)
+        found.append(("total", f"live arrays hold {show_bytes(held)}, {show_bytes(missing)} more than accounted and spare"))
+    limit = subject.spare_limit(tokens)
+    if said.spare > limit:
+        found.append(("spare", f"reports {show_bytes(said.spare)} as spare capacity, expected at most {show_bytes(limit)}"))
+    expected = subject.expected_bytes(tokens)
     for part in PARTS:
-        billed, due = getattr(said, part), getattr(expected, part)
-        if billed != due:
-            found.append((part, f"bills {show_bytes(billed)} for {part} of {tokens} tokens, {show_bytes(due)} are due"))
+        ours, theirs = getattr(said, part), getattr(expected, part)
+        if ours != theirs:
+            found.append((part, f"accounts {show_bytes(ours)} for {part} of {tokens} tokens, expected {show_bytes(theirs)}"))
     return found
 
 
@@ -109,12 +121,12 @@ def _tally(sentences: list[str], steps: int) -> str:
     return f"wrong at {len(sentences)} of {steps} decode steps; {join(sentences[:1])}" if sentences else ""
 
 
-def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Ask MLX itself: active memory before and after, with all garbage collected, against what the cache reports."""
+def check_memory(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Compare the growth of MLX's active memory, with all garbage collected, with the bytes that the cache reports."""
     prompt = subject.filled
     tokens = subject.tokens(prompt + settings.decode_steps, settings.seed + 1)
-    every = max(1, settings.decode_steps // WITNESSED)
-    # What a first use keeps for good, such as compiled functions and their constants, is no part of a cache.
+    every = max(1, settings.decode_steps // MEMORY_PROBES)
+    # A first use keeps compiled functions and their constants for good: they are no part of a cache.
     read(subject.fed(tokens, [prompt] + [1] * settings.decode_steps))
     before = settled_memory()
     cache = subject.make()
@@ -135,7 +147,7 @@ def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         "active memory",
         join(wrong[-1:]),
         f"MLX's active memory grew by {show_bytes(grown[-1])}, reported are {show_bytes(said)} "
-        f"(allocations are rounded up, by at most {show_bytes(allowed)} in all); looked at {len(steps)} times",
+        f"(allocations are rounded up, by at most {show_bytes(allowed)} in all); read {len(steps)} times",
         reported_bytes=said,
         active_bytes=grown[-1],
         rounding_bytes=allowed,
@@ -148,16 +160,16 @@ def witness(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
 
 
 def _rounding(array: mx.array) -> int:
-    """Return the most that MLX's allocator adds to an array.
+    """Return the most bytes that MLX's allocator adds to an array.
 
-    It takes a buffer that was used before when that is less than twice the size and less than two pages larger.
+    It reuses a buffer that is less than twice the size and less than two pages larger.
     """
     page = GPU_PAGE if mx.default_device() == mx.gpu else CPU_PAGE
     return min(array.nbytes + HEADER, 2 * page)
 
 
-def growth(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Measure bytes a token in the long run, where neither window nor spare capacity of a fixed size counts."""
+def check_growth(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Measure bytes a token over thousands of tokens, where a window or spare capacity of fixed size no longer counts."""
     longer = subject.tokens(2 * AT_ONCE, settings.seed + 2)
     sizes = []
     for count in (AT_ONCE, 2 * AT_ONCE):
@@ -165,97 +177,30 @@ def growth(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         read(cache)
         sizes.append(held_bytes(cache))
     token = (sizes[1] - sizes[0]) / AT_ONCE
-    full = subject.bill(AT_ONCE).full_precision / AT_ONCE
-    due = (subject.bill(2 * AT_ONCE).accounted - subject.bill(AT_ONCE).accounted) / AT_ONCE
-    slack = due * (1 + 1 / GROWTH) + subject.spare_limit(0) / AT_ONCE
+    full = subject.expected_bytes(AT_ONCE).full_precision / AT_ONCE
+    expected = (subject.expected_bytes(2 * AT_ONCE).accounted - subject.expected_bytes(AT_ONCE).accounted) / AT_ONCE
+    slack = expected * (1 + 1 / GROWTH) + subject.spare_limit(0) / AT_ONCE
     sentence = (
         f"live arrays grow by {token:,.1f} bytes a token, full precision by {full:,.1f}, {full / token:.2f} times as much"
     )
-    wrong = f"{sentence}; the spec promises {due:,.1f}, with spare capacity at most {slack:,.1f}" if token > slack else ""
-    notes.check("bytes a token", wrong, sentence, live_bytes=token, promised_bytes=due, full_bytes=full)
+    wrong = f"{sentence}; the spec gives {expected:,.1f}, with spare capacity at most {slack:,.1f}" if token > slack else ""
+    notes.check("bytes a token", wrong, sentence, live_bytes=token, promised_bytes=expected, full_bytes=full)
     if not subject.packs and not wrong:
         notes.warn("saves no memory", f"{subject.spec.kind} keeps every token in full precision: it shows the error alone")
-    _spare_as_it_grows(subject, settings, notes)
+    _check_spare_after_growth(subject, settings, notes)
 
 
-def _spare_as_it_grows(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Measure spare capacity where a long cache has just grown, which is when it has the most."""
-    tokens = subject.tokens(GROWN + 2 * CODE_STEP, settings.seed + 2)
-    cache = subject.fed(tokens.cut(0, GROWN))
-    most, limit, where = 0, subject.spare_limit(GROWN), GROWN
-    for stop in (GROWN + CODE_STEP, GROWN + 2 * CODE_STEP):
+def _check_spare_after_growth(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Measure spare capacity when a long cache has just grown, which is when it has the most."""
+    tokens = subject.tokens(LONG + 2 * CODE_STEP, settings.seed + 2)
+    cache = subject.fed(tokens.cut(0, LONG))
+    most, limit, where = 0, subject.spare_limit(LONG), LONG
+    for stop in (LONG + CODE_STEP, LONG + 2 * CODE_STEP):
         feed(cache, tokens.cut(stop - CODE_STEP, stop))
         settle([cache])
-        spare = held_bytes(cache) - subject.bill(stop).accounted
+        spare = held_bytes(cache) - subject.expected_bytes(stop).accounted
         if spare > most:
             most, limit, where = spare, subject.spare_limit(stop), stop
     sentence = f"live arrays hold at most {show_bytes(most)} more than {where:,} tokens need, once a long cache has grown"
     wrong = f"{sentence}; its class states at most {show_bytes(limit)}" if most > limit else ""
     notes.check("spare as it grows", wrong, sentence, spare_bytes=most, limit_bytes=limit, tokens=where)
-
-
-def seed_scene(subject: Subject, settings: SceneSettings, notes: Notes) -> None:  # noqa: ARG001  a scene of fixed specs
-    """Reproduce the audit that this project began with, and set the packed cache beside it.
-
-    200 tokens, heads x head_dim = 256, float16, 2 bits, G = R = 32. The round-trip cache keeps its keys in 256 slots of
-    full precision; its estimate of packed size covers the 160 tokens that went through the quantiser.
-    """
-    roundtrip, packed = (
-        subject_of(CacheSpec(kind=kind, backend="mlx", **SEED_SPEC), heads=SEED_HEADS, head_dim=SEED_HEAD_DIM)
-        for kind in ("kivi-roundtrip", "kivi")
-    )
-    tokens = roundtrip.tokens(SEED_TOKENS, settings.seed + 3)
-    prompt = SEED_TOKENS - 100
-    calls = [prompt] + [1] * (SEED_TOKENS - prompt)
-    old = roundtrip.fed(tokens, calls)
-    slots, live = old.keys.shape[-2], old.keys.nbytes
-    estimate = old.packed_bytes()
-    billed = estimate.key_codes + estimate.key_params
-    quantized = old.frontier
-    full = quantized * SEED_HEADS * SEED_HEAD_DIM * old.keys.itemsize
-    as_known = (live, billed, full) == (SEED_LIVE, SEED_BILLED, SEED_FULL)
-    sentence = (
-        f"kivi-roundtrip: keys live {show_bytes(live)} in {slots} slots; as codes the {quantized} quantised tokens would be "
-        f"{show_bytes(billed)}, like for like {full:,} / {billed:,} = {full / billed:.2f}"
-    )
-    known = f"known are {SEED_LIVE:,} live, {SEED_BILLED:,} billed and {SEED_FULL:,} in full precision"
-    notes.check(
-        "round trip",
-        "" if as_known else f"{sentence}; {known}",
-        sentence,
-        live_key_bytes=live,
-        slots=slots,
-        estimated_key_bytes=billed,
-        full_key_bytes=full,
-        ratio_of_estimate=full / billed,
-        ratio_of_live=full / live,
-    )
-    new = packed.fed(tokens, calls)
-    _compare_packed(notes, new.bytes(), held_bytes(new), read(old), read(new))
-
-
-def _compare_packed(notes: Notes, said: CacheBytes, held: int, rounded: Pair, unpacked: Pair) -> None:
-    keys = said.key_codes + said.key_params
-    sentence = (
-        f"kivi: the same keys are {show_bytes(keys)} of codes, scales and zeros; with values, window and spare capacity "
-        f"live arrays are {show_bytes(held)}, {said.full_precision / said.accounted:.2f} times smaller than full precision "
-        f"without and {said.full_precision / held:.2f} times with the spare capacity"
-    )
-    wrong = "" if keys == SEED_BILLED and held == said.resident else f"{sentence}; {show_bytes(SEED_BILLED)} are due"
-    notes.check(
-        "packed",
-        wrong,
-        sentence,
-        packed_key_bytes=keys,
-        live_bytes=held,
-        accounted_bytes=said.accounted,
-        spare_bytes=said.spare,
-        full_bytes=said.full_precision,
-    )
-    apart = sum(int(mx.sum(a != b)) for a, b in zip(rounded, unpacked, strict=True))
-    notes.check(
-        "same numbers",
-        f"{apart:,} keys and values differ between the two caches" if apart else "",
-        "both caches give back the same keys and values, bit for bit",
-        differing=apart,
-    )

@@ -1,4 +1,4 @@
-"""Whether a cell's caches were what the spec says and weighed what they said."""
+"""The audit of a cell: whether its caches have the class that the spec says and hold the bytes that they report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kivi.measure.results import Audit, Finding
 
 CLASSES = {"kivi": KIVICache, "kivi-roundtrip": RoundTripKIVICache, "mlx-quantized": QuantizedKVCache}
 
-# KL of the full cache to itself, cut into other calls: at most 1.1e-10 over 1,024 positions (SmolLM2, float32 on a CPU).
-# Eight bits cost 9e-6 on average. Coarser arithmetic is noisier (TF32 on an H200: 2e-5), but what the guard looks at is cut
-# into the reference's own calls wherever the window is a multiple of 32, so that there a quantiser that never ran is at 0.
+# KL of the full cache to itself in other calls: at most 1.1e-10 over 1,024 positions (SmolLM2, float32 on a CPU). Eight bits
+# cost 9e-6 on average. TF32 on an H200 is noisier, 2e-5; but where the window is a multiple of 32 the calls are the
+# reference's own, and there a quantiser that never ran is at 0 on any device.
 NOISE = 1e-9
 
-# Active memory counts whole pages and whatever else the process holds; a cache that hides its full-precision copy is off by
-# a factor, not by this.
+# Active memory counts whole pages and whatever else the process holds. A cache that hides a full-precision copy is off by a
+# factor, which is more.
 GROWTH_SLACK = 0.05
 PAGE_BYTES = 16_384  # what an allocator may round an array up to
 
@@ -40,8 +40,8 @@ def audit_cell(arm: Arm, scores: Scores, growth: int) -> Audit:
     total = sum_bytes(layers)
     findings = [
         *_classes(arm),
-        *_honesty(arm.caches, layers),
-        *_witness(arm.caches, total, growth),
+        *_byte_accounting(arm.caches, layers),
+        *_active_memory(arm.caches, total, growth),
         *_zero_guard(arm, scores),
     ]
     passed = not any(finding.severity == "error" for finding in findings)
@@ -68,19 +68,19 @@ def _classes(arm: Arm) -> Iterator[Finding]:
         yield Finding(name="layers kept", severity="info", evidence=f"layers with a cache of their own: {kept}")
 
 
-def _honesty(caches: Sequence[Any], layers: Sequence[CacheBytes]) -> Iterator[Finding]:
-    for index, (cache, booked) in enumerate(zip(caches, layers, strict=True)):
-        if not booked.is_honest:
+def _byte_accounting(caches: Sequence[Any], layers: Sequence[CacheBytes]) -> Iterator[Finding]:
+    for index, (cache, reported) in enumerate(zip(caches, layers, strict=True)):
+        if not reported.is_honest:
             yield _error(
-                "books",
-                f"layer {index}: {booked.resident} bytes resident, {booked.accounted} accounted and {booked.spare} spare",
+                "byte accounting",
+                f"layer {index}: {reported.resident} bytes resident, {reported.accounted} accounted and {reported.spare} spare",
             )
         held = held_bytes(cache)
-        if held > booked.resident:
-            yield _error("held", f"layer {index}: holds arrays of {held} bytes and reports {booked.resident}")
+        if held > reported.resident:
+            yield _error("held", f"layer {index}: holds arrays of {held} bytes and reports {reported.resident}")
 
 
-def _witness(caches: Sequence[Any], total: CacheBytes, growth: int) -> Iterator[Finding]:
+def _active_memory(caches: Sequence[Any], total: CacheBytes, growth: int) -> Iterator[Finding]:
     arrays = sum(1 for _ in held_arrays(caches))
     allowed = total.resident * (1 + GROWTH_SLACK) + arrays * PAGE_BYTES
     if growth > allowed:

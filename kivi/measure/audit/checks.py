@@ -1,7 +1,7 @@
-"""The audit of one cache: scenes that put a question to it, each answered in typed findings.
+"""The checks of an audit, by name, and their runner.
 
-A scene takes any cache that keeps mlx-lm's protocol and books (:mod:`kivi.measure.audit.subject`) and is told nothing of its
-insides: an honest cache passes all of them, one that lies is named.
+A check asks one question about a cache and answers it in typed findings. It takes any cache that follows mlx-lm's protocol and
+has byte accounting (:mod:`kivi.measure.audit.subject`).
 """
 
 from __future__ import annotations
@@ -12,130 +12,125 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
-from kivi import BLAS, machine
+from kivi import machine
 from kivi.backends import resolve
 from kivi.measure import MeasureError
-from kivi.measure.audit import byte_accounting as books
-from kivi.measure.audit import decode_length as model
-from kivi.measure.audit import history
-from kivi.measure.audit import parity as backends
-from kivi.measure.audit.report import AuditReport, Notes, Scene, SceneSettings, audit_passed
+from kivi.measure.audit import byte_accounting, decode_length, history, parity
+from kivi.measure.audit.report import AuditReport, AuditSettings, Check, Notes, audit_passed
 from kivi.measure.audit.subject import Subject, subject_of
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.spec import SHORT_NAMES, CacheSpec
 
-SceneFunction = Callable[[Subject, SceneSettings, Notes], None]
+CheckFunction = Callable[[Subject, AuditSettings, Notes], None]
 
-SCENES: Mapping[str, tuple[str, SceneFunction]] = {
-    "books": ("Are the bytes that it reports the bytes that are live, at each decode step?", books.books),
-    "witness": ("Does MLX's own count of active memory say the same?", books.witness),
-    "growth": ("How many bytes does a token cost in the long run?", books.growth),
-    "seed": ("The audit that this project began with, and the packed cache beside it", books.seed_scene),
-    "definition": ("Does it give back what the definition says, old tokens quantised, new ones exact?", history.definition),
-    "chunking": ("Does it matter in which calls the tokens came?", history.chunking),
-    "append": ("Do old codes ever change?", history.append),
-    "trim": ("Is it right after a trim, and when it grows again?", history.trim),
-    "save": ("Does it survive saving and loading?", history.save_and_load),
-    "batch": ("Is a row of a batch what the sequence alone would be?", history.batch),
-    "parity": ("Do all backends compute what the definition does?", backends.parity),
+CHECKS: Mapping[str, tuple[str, CheckFunction]] = {
+    "bytes": ("Are the bytes that it reports the bytes that are live, at each decode step?", byte_accounting.check_bytes),
+    "memory": ("Does MLX's own count of active memory say the same?", byte_accounting.check_memory),
+    "growth": ("How many bytes does a token cost in the long run?", byte_accounting.check_growth),
+    "definition": (
+        "Does it give back what the definition says, old tokens quantised, new ones exact?",
+        history.check_definition,
+    ),
+    "chunking": ("Does it matter in which calls the tokens came?", history.check_chunking),
+    "append": ("Do old codes ever change?", history.check_append),
+    "trim": ("Is it right after a trim, and when it grows again?", history.check_trim),
+    "save": ("Does it survive saving and loading?", history.check_save),
+    "batch": ("Is a row of a batch what the sequence alone would be?", history.check_batch),
+    "parity": ("Do all backends compute what the definition does?", parity.check_backends),
 }
-QUALITY = "quality"
+QUALITY = "quality"  # the check that needs a model
 QUALITY_QUESTION = "What does its error do to a model's logits, decode step by decode step?"
-SCENE_NAMES = (*SCENES, QUALITY)
+CHECK_NAMES = (*CHECKS, QUALITY)
 
 
 def audit_spec(
     spec: CacheSpec,
-    settings: SceneSettings | None = None,
+    settings: AuditSettings | None = None,
     *,
     names: Sequence[str] = (),
-    reading: model.Reading | None = None,
+    reading: decode_length.Reading | None = None,
     monitor: Monitor | None = None,
 ) -> AuditReport:
     """Audit the project's own cache of ``spec``; see :func:`audit`.
 
     Raises:
-        SpecError: it is no cache with books.
+        SpecError: its kind has no byte accounting, or layers differ.
         BackendError: its backend is not available.
-        ValueError: no scene has such a name.
+        ValueError: no check has such a name.
     """
-    settings = settings or SceneSettings()
+    settings = settings or AuditSettings()
     subject = subject_of(spec, heads=settings.heads, head_dim=settings.head_dim)
     return audit(subject, settings, names=names, reading=reading, monitor=monitor)
 
 
 def audit(
     subject: Subject,
-    settings: SceneSettings,
+    settings: AuditSettings,
     *,
     names: Sequence[str] = (),
-    reading: model.Reading | None = None,
+    reading: decode_length.Reading | None = None,
     monitor: Monitor | None = None,
 ) -> AuditReport:
-    """Play the scenes on ``subject`` and return what was found.
+    """Run the checks on ``subject`` and return what was found.
 
-    What a cache raises in a scene is an error of that scene; the others are played all the same.
+    What a cache raises in a check is an error of that check; the others still run.
 
     Args:
         subject: The cache under audit.
-        settings: How long the scenes are.
-        names: Scenes to play; all by default.
-        reading: A model and texts for quality by decode length; without it that scene is not run.
-        monitor: Told of each scene; may end the audit.
+        settings: How long the checks are.
+        names: Checks to run; all by default.
+        reading: A model and texts for quality by decode length; without it that check is not run.
+        monitor: Told of each check; may end the audit.
 
     Raises:
-        ValueError: no scene has such a name.
+        ValueError: no check has such a name.
         DeadlineError: the monitor's deadline has passed.
     """
     chosen, monitor = check_names(names), monitor or Monitor()
-    started, clock, git = datetime.now(UTC), time.monotonic(), machine.git_state()
-    scenes = []
+    started, clock = datetime.now(UTC), time.monotonic()
+    checks = []
     for index, name in enumerate(chosen):
         monitor.step(f"audit: {name}", index, len(chosen))
         notes = Notes(command(subject.spec, name))
         if name != QUALITY:
-            question, function = SCENES[name]
-            scenes.append(_play(name, question, notes, functools.partial(function, subject, settings, notes)))
+            question, function = CHECKS[name]
+            checks.append(_run(name, question, notes, functools.partial(function, subject, settings, notes)))
         elif reading is None:
             reason = "not run: no model was asked for"
-            scenes.append(Scene(name=name, question=QUALITY_QUESTION, seconds=0.0, findings=[], not_run=reason))
+            checks.append(Check(name=name, question=QUALITY_QUESTION, seconds=0.0, findings=[], not_run=reason))
         else:
-            ask = functools.partial(model.quality_by_decode_length, subject.spec, reading, monitor, notes)
-            scenes.append(_play(name, QUALITY_QUESTION, notes, ask))
+            ask = functools.partial(decode_length.check_quality, subject.spec, reading, monitor, notes)
+            checks.append(_run(name, QUALITY_QUESTION, notes, ask))
     backend = resolve(subject.spec.backend).name
     why = "chosen by auto" if subject.spec.backend == "auto" else "required by the spec"
     return AuditReport(
         spec=subject.spec,
         cache=type(subject.make()).__name__,
         backend=f"{backend}, {why}",
-        passed=audit_passed(scenes),
+        passed=audit_passed(checks),
         started=started,
         seconds=time.monotonic() - clock,
-        device=machine.device(),
-        blas=BLAS,
-        packages=machine.packages(),
-        git_sha=git.sha,
-        git_dirty=git.dirty,
+        **machine.provenance(),
         model="" if reading is None else f"{reading.model.name}, {reading.model.dtype}",
         settings=settings,
-        scenes=scenes,
+        checks=checks,
     )
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the scenes to play, in the order of the audit; all when none is named.
+    """Return the checks to run, in the order of the audit; all when none is named.
 
     Raises:
-        ValueError: no scene has such a name.
+        ValueError: no check has such a name.
     """
     for name in names:
-        if name not in SCENE_NAMES:
-            raise ValueError(f"scene {name!r}: expected one of {', '.join(SCENE_NAMES)}")
-    return tuple(name for name in SCENE_NAMES if not names or name in names)
+        if name not in CHECK_NAMES:
+            raise ValueError(f"check {name!r}: expected one of {', '.join(CHECK_NAMES)}")
+    return tuple(name for name in CHECK_NAMES if not names or name in names)
 
 
-def command(spec: CacheSpec, scene: str) -> str:
-    """Return the command that shows a scene again."""
+def command(spec: CacheSpec, check: str) -> str:
+    """Return the command that runs a check again."""
     short = {fields[0]: name for name, fields in SHORT_NAMES.items() if len(fields) == 1}
     defaults = CacheSpec(kind=spec.kind).model_dump()
     options = [
@@ -144,10 +139,10 @@ def command(spec: CacheSpec, scene: str) -> str:
         if value != defaults[name]
     ]
     text = f"{spec.kind}:{','.join(options)}" if options else spec.kind
-    return f"kivi audit {text} --scene {scene}"
+    return f"kivi audit {text} --check {check}"
 
 
-def _play(name: str, question: str, notes: Notes, function: Callable[[], None]) -> Scene:
+def _run(name: str, question: str, notes: Notes, function: Callable[[], None]) -> Check:
     clock, details = time.monotonic(), ""
     try:
         function()
@@ -155,10 +150,10 @@ def _play(name: str, question: str, notes: Notes, function: Callable[[], None]) 
         raise
     except MeasureError as error:
         notes.check("measurement", str(error), "")
-    except Exception as error:  # an audited cache may raise whatever it likes: that is a finding, with its traceback
+    except Exception as error:  # an audited cache may raise anything: that is a finding, with its traceback
         notes.check("raised", f"the cache raised {type(error).__name__}: {error}", "")
         details = traceback.format_exc()
-    return Scene(
+    return Check(
         name=name,
         question=question,
         seconds=time.monotonic() - clock,
@@ -166,19 +161,3 @@ def _play(name: str, question: str, notes: Notes, function: Callable[[], None]) 
         curves=notes.curves,
         details=details,
     )
-
-
-__all__ = [
-    "QUALITY",
-    "SCENES",
-    "SCENE_NAMES",
-    "AuditReport",
-    "Scene",
-    "SceneSettings",
-    "Subject",
-    "audit",
-    "audit_spec",
-    "check_names",
-    "command",
-    "subject_of",
-]

@@ -1,4 +1,4 @@
-"""Scene of quality by decode length: what the cache's error does to a model's logits, step after step."""
+"""The check of quality by decode length: how the cache's error changes a model's logits, step after step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROWS = 3.0  # last quarter's mean KL over the first's from which a reader is wa
 
 
 class DecodeSettings(Settings):
-    """How the error is followed along a decode; the seed of this project looked at 64 steps."""
+    """How long the decode is along which the error is measured."""
 
     prompts: int = Field(2, ge=1, le=64, description="prompts that are continued")
     context: int = Field(192, ge=16, description="prompt tokens of each")
@@ -40,11 +40,11 @@ class Reading:
     settings: DecodeSettings
 
 
-def quality_by_decode_length(spec: CacheSpec, reading: Reading, monitor: Monitor, notes: Notes) -> None:
+def check_quality(spec: CacheSpec, reading: Reading, monitor: Monitor, notes: Notes) -> None:
     """Decode with the spec at 2, 4 and 8 bits and at its own, on the full cache's tokens and free-running.
 
-    Teacher-forced, the logits differ by the cache's error alone. Free-running, from the first different token on the texts
-    are different texts: the distance between the two curves is divergence, not the cache.
+    Teacher-forced logits differ by the cache's error alone. Free-running logits belong to different texts from the first
+    different token on: the distance between the two curves is that divergence.
     """
     settings, model = reading.settings, reading.model
     prompts = TokenStream(model.tokenizer, reading.texts).windows(settings.prompts, settings.context)

@@ -1,4 +1,4 @@
-"""Scenes of what a cache remembers: as the definition says, whatever the calls, for good, and through every way in and out."""
+"""Checks of what a cache gives back: as the definition says, for any calls, after trims, files and batches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from kivi.measure.audit.report import Curve, Notes, SceneSettings
+from kivi.measure.audit.report import AuditSettings, Curve, Notes
 from kivi.measure.audit.subject import Pair, Subject, differing, feed, first_difference, join, read, show_bytes
 from kivi.measure.memory import held_bytes
 
 
-def definition(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
+def check_definition(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
     """Compare what the cache gives back with the definition: old tokens quantised, sinks and the window exact."""
     count = subject.filled + subject.spec.group_size
     tokens = subject.tokens(count, settings.seed)
     given = read(subject.fed(tokens, [count // 3] + [1] * (count - count // 3)))
-    due = subject.as_promised(tokens)
+    expected = subject.as_promised(tokens)
     sinks, frontier = subject.spec.sink_length, subject.frontier(count)
     old, exact = given.cut(sinks, frontier), tokens.cut(sinks, frontier)
     elements = old.keys.size + old.values.size
@@ -39,7 +39,7 @@ def definition(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         unchanged=untouched,
         elements=elements,
     )
-    apart, where = differing(given, due), first_difference(given, due)
+    apart, where = differing(given, expected), first_difference(given, expected)
     notes.check(
         "as defined",
         f"{apart:,} numbers differ from the definition in kivi.quantize, the first at token {where} of {count}"
@@ -52,15 +52,15 @@ def definition(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     )
 
 
-def chunking(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Feed the same tokens cut into different calls: the cache must come out the same."""
+def check_chunking(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Feed the same tokens cut into different calls: the caches must be equal."""
     count = subject.filled + 2 * subject.spec.group_size
     tokens = subject.tokens(count, settings.seed + 10)
     draw = random.Random(settings.seed)  # noqa: S311  not for secrets
     mixed = [draw.choice((1, 1, 3, 17, 40)) for _ in range(count)]
     ways = {"all at once": [count], "sevens": [7] * (count // 7 + 1), "mixed": mixed}
     single = subject.fed(tokens, [1] * count)
-    first, billed = read(single), single.bytes().accounted
+    first, accounted = read(single), single.bytes().accounted
     wrong, numbers = [], {}
     for name, calls in ways.items():
         cache = subject.fed(tokens, _within(calls, count))
@@ -68,14 +68,14 @@ def chunking(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         numbers[f"differing_{name.replace(' ', '_')}"] = float(apart)
         if apart:
             wrong.append(f"{name}: {apart:,} of {2 * first.keys.size:,} numbers differ from one token a call")
-        elif cache.bytes().accounted != billed:
-            wrong.append(f"{name}: bills {show_bytes(cache.bytes().accounted)}, one token a call {show_bytes(billed)}")
-    right = f"{count} tokens in 4 ways ({', '.join(['one by one', *ways])}): the same numbers, bit for bit, and the same bill"
+        elif cache.bytes().accounted != accounted:
+            wrong.append(f"{name}: accounts {show_bytes(cache.bytes().accounted)}, one token a call {show_bytes(accounted)}")
+    right = f"{count} tokens in 4 ways ({', '.join(['one by one', *ways])}): the same numbers, bit for bit, and the same bytes"
     notes.check("chunking", join(wrong), right, **numbers)
 
 
-def append(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Stream a long sequence and look after each group: what was quantised must never change, nor its error grow."""
+def check_append(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Stream a long sequence and read after each group: quantised tokens must never change, and their error must not grow."""
     group = subject.spec.group_size
     count = -(-max(settings.history, subject.filled + 4 * group) // group) * group
     tokens = subject.tokens(count, settings.seed + 20)
@@ -98,8 +98,8 @@ def append(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
             steps.append(stop)
     notes.check(
         "old codes",
-        f"{join(wrong[:1])}; so it goes on at {len(wrong)} of {count // group} looks" if wrong else "",
-        f"{count} tokens one by one, looked at after each {group}: no number of a quantised token ever changed",
+        f"{join(wrong[:1])}; wrong at {len(wrong)} of {count // group} reads" if wrong else "",
+        f"{count} tokens one by one, read after each {group}: no number of a quantised token ever changed",
         changed=changed_in_all,
         looks=count // group,
     )
@@ -116,11 +116,11 @@ def append(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
     notes.curves.append(Curve(name="audit.oldest_error", axis="tokens", unit="1", steps=steps, values=errors))
 
 
-def trim(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Trim by little, into the codes and to nothing, then regrow.
+def check_trim(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Trim by one token, into the codes, and to nothing; then append again.
 
-    What is kept must read as before. Whole groups before the cut stay so for good; a token that is quantised again moves by at
-    most half the scale of its new group, and new tokens are where they belong.
+    Kept tokens must read as before, and whole groups before the cut must stay as they are. A token that is quantised again may
+    move by half the scale of its new group at most.
     """
     count, group = subject.filled, subject.spec.group_size
     tokens, later = subject.tokens(count, settings.seed + 30), subject.tokens(count, settings.seed + 31)
@@ -152,8 +152,8 @@ def trim(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         notes.check(name, join([part for part in parts if part]), right, changed=changed, moved=moved, beyond=beyond)
 
 
-def save_and_load(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Save with mlx-lm, load, and go on: class, numbers and books must be the same."""
+def check_save(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Save with mlx-lm, load, and append: class, numbers and accounted bytes must be the same."""
     tokens = subject.tokens(subject.filled + 40, settings.seed + 40)
     cache = subject.fed(tokens.cut(0, subject.filled))
     with tempfile.TemporaryDirectory() as folder:
@@ -168,30 +168,30 @@ def save_and_load(subject: Subject, settings: SceneSettings, notes: Notes) -> No
     for each in (cache, loaded):
         feed(each, tokens.cut(subject.filled), [1] * 40)
     later = differing(read(loaded), read(cache))
-    billed = cache.bytes().accounted - loaded.bytes().accounted
+    apart_bytes = cache.bytes().accounted - loaded.bytes().accounted
     parts = [
         f"{apart:,} numbers differ after loading" if apart else "",
         f"{later:,} numbers differ 40 tokens later" if later else "",
-        f"the books differ by {show_bytes(abs(billed))}" if billed else "",
+        f"accounted bytes differ by {show_bytes(abs(apart_bytes))}" if apart_bytes else "",
     ]
     notes.check(
         "save and load",
         join([part for part in parts if part]),
-        f"{subject.filled} tokens in a file of {show_bytes(size)}: the same class, numbers and bill, also 40 tokens later",
+        f"{subject.filled} tokens in a file of {show_bytes(size)}: the same class, numbers and bytes, also 40 tokens later",
         differing=apart,
         differing_later=later,
         file_bytes=size,
     )
 
 
-def batch(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
-    """Merge caches of different lengths into a batch, go on, and take the rows out again: each must equal its single cache."""
+def check_batch(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
+    """Merge caches of different lengths into a batch, append, and extract the rows: each must equal its single cache."""
     lengths = (subject.filled, subject.filled - subject.spec.group_size - 3)
     prompts = [subject.tokens(length, settings.seed + 50 + row) for row, length in enumerate(lengths)]
     later = [subject.tokens(45, settings.seed + 60 + row) for row in range(len(lengths))]
     singles = [subject.fed(prompt) for prompt in prompts]
     if not hasattr(singles[0], "merge"):
-        notes.info("refused", "it has no batched form and says so to mlx-lm, which is no lie")
+        notes.info("no batched form", "it has no method merge, so mlx-lm does not batch it")
         return
     merged = singles[0].merge([subject.fed(prompt) for prompt in prompts])
     joined = Pair(*(mx.concatenate(list(side)) for side in zip(*later, strict=True)))
@@ -201,7 +201,7 @@ def batch(subject: Subject, settings: SceneSettings, notes: Notes) -> None:
         feed(single, tokens, calls)
     rows = [merged.extract(row) for row in range(len(lengths))]
     _check_rows(notes, merged, rows, singles)
-    _check_batch_books(notes, merged, singles)
+    _check_batch_bytes(notes, merged, singles)
 
 
 def _check_rows(notes: Notes, merged: Any, rows: list[Any], singles: list[Any]) -> None:
@@ -219,24 +219,26 @@ def _check_rows(notes: Notes, merged: Any, rows: list[Any], singles: list[Any]) 
     notes.check("rows", join(wrong), right, differing=apart)
 
 
-def _check_batch_books(notes: Notes, merged: Any, singles: list[Any]) -> None:
+def _check_batch_bytes(notes: Notes, merged: Any, singles: list[Any]) -> None:
     alone = sum(single.bytes().accounted for single in singles)
     held = held_bytes(merged)
     if not hasattr(merged, "bytes"):
         sentence = (
-            f"a {type(merged).__name__} keeps no books; it holds {show_bytes(held)}, the rows alone need {show_bytes(alone)}"
+            f"a {type(merged).__name__} has no byte accounting; it holds {show_bytes(held)}, the rows need {show_bytes(alone)}"
         )
-        notes.check("books", sentence, "")
+        notes.check("byte accounting", sentence, "")
         return
     said = merged.bytes()
     parts = [
         f"reports {show_bytes(said.resident)}, its live arrays hold {show_bytes(held)}" if said.resident != held else "",
-        f"bills {show_bytes(said.accounted)}, the rows alone {show_bytes(alone)}" if said.accounted != alone else "",
-        f"bill and spare are {show_bytes(said.accounted + said.spare)} of {show_bytes(held)}" if not said.is_honest else "",
+        f"accounts {show_bytes(said.accounted)}, the rows alone {show_bytes(alone)}" if said.accounted != alone else "",
+        f"accounted and spare are {show_bytes(said.accounted + said.spare)} of {show_bytes(held)}"
+        if not said.is_honest
+        else "",
     ]
-    right = f"bills {show_bytes(said.accounted)}, as the rows alone do; {show_bytes(held)} live with its spare capacity"
+    right = f"accounts {show_bytes(said.accounted)}, as the rows alone do; {show_bytes(held)} live with its spare capacity"
     numbers = {"accounted_bytes": said.accounted, "live_bytes": held, "accounted_alone_bytes": alone}
-    notes.check("books", join([part for part in parts if part]), right, **numbers)
+    notes.check("byte accounting", join([part for part in parts if part]), right, **numbers)
 
 
 def _within(calls: list[int], count: int) -> list[int]:

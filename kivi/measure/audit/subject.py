@@ -1,7 +1,7 @@
-"""What is audited: a way to make caches, what they promise, and how they are read from outside.
+"""The cache under audit: how it is made, what its spec promises, and how it is read from outside.
 
-A scene knows a cache by mlx-lm's protocol (``update_and_fetch``, ``keys_and_values``, ``state``, ``trim``, ``offset``) and by
-``bytes()``, its books. Nothing is taken from its insides, so any cache can be audited, also one that lies.
+A check uses mlx-lm's protocol (``update_and_fetch``, ``keys_and_values``, ``state``, ``trim``, ``offset``) and ``bytes()``, the
+cache's byte accounting. It reads no private attribute, so any cache can be audited, also one that misreports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kivi.cache.storage import CODE_STEP, GROWTH
 from kivi.measure.arms import settle
 from kivi.spec import CacheSpec, SpecError
 
-DTYPE = mx.float16  # what caches hold on a GPU; no scene multiplies matrices, which is slow in 16 bits on a CPU
+DTYPE = mx.float16  # what caches hold on a GPU; no check multiplies matrices, which a CPU does slowly in 16 bits
 
 
 class Pair(NamedTuple):
@@ -69,16 +69,16 @@ class Subject:
 
     @property
     def packs(self) -> bool:
-        """Whether the spec promises codes, and with them fewer bytes."""
+        """Whether the spec promises packed codes, which take fewer bytes."""
         return self.spec.kind == "kivi"
 
     @property
     def filled(self) -> int:
-        """Tokens after which three groups and a bit are quantised, and the window is not a whole number of groups."""
+        """Tokens after which three groups are quantised and the window holds no whole number of groups."""
         return self.spec.sink_length + self.spec.residual_length + 3 * self.spec.group_size + 5
 
     def frontier(self, tokens: int) -> int:
-        """Return up to which position a cache of ``tokens`` tokens, never trimmed, is sinks or quantised."""
+        """Return the position up to which a cache of ``tokens`` tokens that was never trimmed holds sinks or codes."""
         sinks, group_size = self.spec.sink_length, self.spec.group_size
         groups = max(0, tokens - sinks - self.spec.residual_length) // group_size
         return min(tokens, sinks) + groups * group_size
@@ -93,10 +93,15 @@ class Subject:
         parts = (tokens.cut(0, sinks), rounded, tokens.cut(frontier))
         return Pair(*(mx.concatenate(list(side), axis=-2) for side in zip(*parts, strict=True)))
 
-    def bill(self, tokens: int) -> CacheBytes:
-        """Return what the books must say of ``tokens`` tokens, from their number alone; resident and spare are left at 0."""
-        sinks = min(tokens, self.spec.sink_length)
-        quantized = self.frontier(tokens) - sinks if self.packs else 0
+    def expected_bytes(self, tokens: int) -> CacheBytes:
+        """Return what the cache must account for ``tokens`` tokens; resident and spare are left at 0."""
+        return self.packed_bytes(tokens) if self.packs else self._count_bytes(tokens, quantized=0)
+
+    def packed_bytes(self, tokens: int) -> CacheBytes:
+        """Return what a packed cache of this spec must account for ``tokens`` tokens; resident and spare are left at 0."""
+        return self._count_bytes(tokens, quantized=self.frontier(tokens) - min(tokens, self.spec.sink_length))
+
+    def _count_bytes(self, tokens: int, *, quantized: int) -> CacheBytes:
         return packed_bytes(
             self.spec.codecs,
             Token(self.head_dim, self.head_dim, DTYPE.size, DTYPE.size),
@@ -107,7 +112,7 @@ class Subject:
         )
 
     def spare_limit(self, tokens: int) -> int:
-        """Return the most bytes of capacity without a token that a cache may keep, as its class states."""
+        """Return the most bytes of spare capacity that a cache may keep, as its class states."""
         token = 2 * self.heads * self.head_dim * DTYPE.size
         if not self.packs:
             return int(KVCache.step) * token
@@ -121,15 +126,15 @@ def subject_of(spec: CacheSpec, *, heads: int, head_dim: int) -> Subject:
     """Return the project's own cache of ``spec`` as a subject.
 
     Raises:
-        SpecError: it is no cache with books: only ``kivi`` and ``kivi-roundtrip`` have them; or layers differ.
+        SpecError: its kind has no byte accounting (only ``kivi`` and ``kivi-roundtrip`` have), or layers differ.
     """
     if not spec.kind.startswith("kivi") or spec.layers:
-        raise SpecError(f"{spec.slug}: only one layer's cache of kind kivi or kivi-roundtrip keeps books to be audited")
+        raise SpecError(f"{spec.slug}: only one layer's cache of kind kivi or kivi-roundtrip has byte accounting to be audited")
     return Subject(spec=spec, make=lambda: MAKERS[spec.kind](spec), heads=heads, head_dim=head_dim)
 
 
 def feed(cache: Any, tokens: Pair, calls: Iterable[int] | None = None) -> None:
-    """Give ``tokens`` to ``cache``, in arrays that nobody else holds, as a model would."""
+    """Give ``tokens`` to ``cache`` in arrays that nothing else holds, as a model would."""
     start = 0
     for count in calls if calls is not None else (tokens.tokens,):
         part = tokens.cut(start, start + count)
@@ -141,7 +146,7 @@ def feed(cache: Any, tokens: Pair, calls: Iterable[int] | None = None) -> None:
 
 
 def read(cache: Any) -> Pair:
-    """Return all tokens as the cache gives them back once all that is due is quantised."""
+    """Return all tokens as the cache gives them back, with pending quantisation done."""
     settle([cache])
     pair = Pair(*cache.keys_and_values())
     mx.eval(pair)

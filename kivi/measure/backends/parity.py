@@ -81,6 +81,22 @@ class ParityCheck(Record):
             return not self.failed
         return self.differing == 0 if self.bound == 0 else self.relative_error <= self.bound
 
+    @property
+    def label(self) -> str:
+        """Operation, dtype and shape."""
+        return f"{self.operation}, {self.dtype} {self.shape}"
+
+    @property
+    def problem(self) -> str:
+        """Why it does not hold, in a sentence; empty where it passed."""
+        if self.passed:
+            return ""
+        apart = (
+            f"{self.differing:,} of {self.elements:,} elements differ, by up to {self.max_abs:.3g} or {self.max_ulps:,} ULPs; "
+            f"relative to the largest {self.relative_error:.3g}, at most {self.bound:g}"
+        )
+        return f"{self.label}: {self.failed or apart}"
+
 
 def difference(observed: mx.array, expected: mx.array) -> Difference:
     """Compare two arrays element by element.

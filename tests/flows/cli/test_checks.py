@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from kivi.measure.audit.checks import AuditReport, SceneSettings, audit_spec
+from kivi.measure.audit import AuditReport, AuditSettings, audit_spec
 from kivi.measure.backends.comparison import ComparisonResult, compare_backends
 from kivi.spec import CacheSpec
 from tasks.run import audit, compare
@@ -45,8 +45,8 @@ def tracking_dir(tmp_path_factory):
         (("compare", "kivi:bits=3"), "KIVI codes have 2, 4 or 8 bits"),
         (("compare", "kivi", "--model", "/no/such/folder"), "model '/no/such/folder': neither"),
         (("compare", "kivi", "--settings", "/no/such/file.yaml"), "cannot be read"),
-        (("audit", "mlx-quantized:bits=4"), "keeps books to be audited"),
-        (("audit", "kivi", "--scene", "bytes"), "scene 'bytes': expected one of books"),
+        (("audit", "mlx-quantized:bits=4"), "has byte accounting to be audited"),
+        (("audit", "kivi", "--check", "books"), "check 'books': expected one of bytes"),
         (("audit", "kivi:bits"), "expected key=value"),
         (("import", "/no/such/file.json"), "cannot be read"),
     ],
@@ -70,32 +70,32 @@ def test_compare_prints_its_result_as_json_and_the_tables_beside_it(prefect_serv
     assert written["logged"]["run_id"] in done.stderr
 
 
-def test_audit_of_one_scene_shows_its_evidence(prefect_server, tracking_dir):
-    done = call("audit", "kivi:bits=2,residual=32,backend=mlx", "--scene", "definition", "--tracking-dir", tracking_dir)
+def test_audit_of_one_check_shows_its_evidence(prefect_server, tracking_dir):
+    done = call("audit", "kivi:bits=2,residual=32,backend=mlx", "--check", "definition", "--tracking-dir", tracking_dir)
     assert done.exit_code == 0, done.output
-    assert "equal the definition bit for bit" in done.stdout and "passed: 1 scene, 2 facts, 0 warnings" in done.stdout
+    assert "equal the definition bit for bit" in done.stdout and "passed: 1 check, 2 facts, 0 warnings" in done.stdout
 
 
-def test_a_file_gives_the_scenes_and_the_model_that_the_command_line_leaves_out(prefect_server, tracking_dir, tmp_path):
+def test_a_file_gives_the_checks_and_the_model_that_the_command_line_leaves_out(prefect_server, tracking_dir, tmp_path):
     settings = tmp_path / "audit.yaml"
-    settings.write_text("scenes: [definition, quality]\nmodel: null\n")
+    settings.write_text("checks: [definition, quality]\nmodel: null\n")
     arguments = ("audit", "kivi:bits=2,residual=32,backend=mlx", "--settings", settings, "--tracking-dir", tracking_dir)
     done = call(*arguments)
     assert done.exit_code == 0, done.output
-    assert "passed: 1 scene, 2 facts, 0 warnings" in done.stdout
-    assert "passed: 1 scene, " in call(*arguments, "--scene", "trim").stdout
+    assert "passed: 1 check, 2 facts, 0 warnings" in done.stdout
+    assert "passed: 1 check, " in call(*arguments, "--check", "trim").stdout
 
 
 def test_an_audit_in_which_nothing_ran_is_exit_code_1(prefect_server, tracking_dir):
-    arguments = ("audit", "kivi:bits=2,backend=mlx", "--scene", "quality", "--model", "none")
+    arguments = ("audit", "kivi:bits=2,backend=mlx", "--check", "quality", "--model", "none")
     done = call(*arguments, "--tracking-dir", tracking_dir)
-    assert done.exit_code == 1 and "failed: no scene was run" in done.stdout
+    assert done.exit_code == 1 and "failed: no check was run" in done.stdout
 
 
 def test_what_was_measured_without_a_tracker_is_imported_once(tracking_dir, tmp_path):
     spec = CacheSpec.parse("kivi:bits=4,residual=32,backend=mlx")
     compared = compare_backends([spec], settings=compare.ComparisonSettings.model_validate(SMALL["settings"]))
-    audited = audit_spec(spec, SceneSettings(), names=["definition"])
+    audited = audit_spec(spec, AuditSettings(), names=["definition"])
     for result, flow, kind in ((compared, compare, "comparison"), (audited, audit, "audit")):
         path = tmp_path / "measured.json"
         path.write_text(result.model_dump_json())

@@ -154,10 +154,10 @@ def test_a_cache_that_hides_a_full_precision_copy_is_caught(measure: Measure, mo
     assert "reports" in errors(measure(PACKED))["held"]
 
 
-def test_a_cache_that_forgets_its_window_in_the_books_is_caught(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_does_not_account_its_window_is_caught(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     weigh = KIVICache.bytes
     monkeypatch.setattr(KIVICache, "bytes", lambda self: weigh(self).model_copy(update={"residual": 0}))
-    assert "resident" in errors(measure(PACKED))["books"]
+    assert "resident" in errors(measure(PACKED))["byte accounting"]
 
 
 def audited(arm: Arm, growth: int = 0) -> set[str]:
@@ -187,7 +187,7 @@ def test_a_layer_with_another_cache_than_the_spec_says_is_caught(filled: Arm) ->
     assert audited(filled) == {"class"}
 
 
-def test_memory_that_the_books_do_not_know_of_is_caught(filled: Arm) -> None:
+def test_memory_that_is_not_accounted_is_caught(filled: Arm) -> None:
     assert audited(filled, growth=10_000_000) == {"active memory"}
 
 

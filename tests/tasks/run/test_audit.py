@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from kivi.cache.single import KIVICache
-from kivi.measure.audit.checks import AuditReport, SceneSettings, Subject, audit, audit_spec
-from kivi.measure.audit.report import Curve, Scene
+from kivi.measure.audit import AuditReport, AuditSettings, Check, Curve, Subject, audit, audit_spec
 from kivi.spec import CacheSpec
 from tasks.report.audit import audit_figures, audit_markdown, quality_figure
 from tasks.run.audit import EXPERIMENT, AuditConfig, log_audit
@@ -18,7 +17,7 @@ from tasks.tracking.nights import NOTE_LENGTH, shortened
 from tasks.tracking.store import writer
 
 SPEC = CacheSpec.parse("kivi:bits=2,residual=32,backend=mlx")
-SETTINGS = SceneSettings(decode_steps=20, history=256)
+SETTINGS = AuditSettings(decode_steps=20, history=256)
 
 
 class ForgetsWindow(KIVICache):
@@ -28,13 +27,13 @@ class ForgetsWindow(KIVICache):
 
 @pytest.fixture(scope="module")
 def honest() -> AuditReport:
-    return audit_spec(SPEC, SETTINGS, names=["books", "seed", "append", "quality"])
+    return audit_spec(SPEC, SETTINGS, names=["bytes", "append", "quality"])
 
 
 @pytest.fixture(scope="module")
 def lying() -> AuditReport:
     subject = Subject(spec=SPEC, make=lambda: ForgetsWindow(SPEC), heads=2, head_dim=64)
-    return audit(subject, SETTINGS, names=["books", "definition"])
+    return audit(subject, SETTINGS, names=["bytes", "definition"])
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_an_audit_is_one_run_logged_once(tracking_dir, honest, lying):
     assert run.data.tags["kivi.verdict"] == "pass" and run.data.tags["prefect.flow_run_id"] == "f-1"
     metrics = run.data.metrics
     assert metrics["audit.passed"] == metrics["audit.passed/books"] == 1 and metrics["audit.errors"] == 0
-    assert metrics["seed.round_trip/live_key_bytes"] == 131_072
+    assert metrics["books.bill_of_residual/billed_bytes"] > 0  # as in audits that stores already have
     assert "audit.passed/quality" not in metrics  # what was not run is no number
     assert [point.step for point in curve] == list(range(20))
     assert files == {"audit.json", "audit.md", "figures"}
@@ -103,22 +102,22 @@ def test_a_run_that_was_closed_half_logged_is_completed(tmp_path, honest, lying,
 def test_the_page_has_the_verdict_the_errors_and_the_commands(honest, lying):
     page = audit_markdown(honest)
     assert page.splitlines()[2] == f"**{honest.headline}**" and "## Errors" not in page
-    assert "81,920 / 15,360 = 5.33" in page and "not run: no model was asked for" in page
-    assert "Again: `kivi audit kivi:residual=32,backend=mlx --scene seed`" in page
+    assert "not run: no model was asked for" in page
+    assert "Again: `kivi audit kivi:residual=32,backend=mlx --check bytes`" in page
     wrong = audit_markdown(lying)
-    assert wrong.index("## Errors") < wrong.index("## Scenes") and "bills 0 bytes for residual" in wrong
+    assert wrong.index("## Errors") < wrong.index("## Checks") and "accounts 0 bytes for residual" in wrong
 
 
 def test_evidence_is_escaped(honest):
-    scene = honest.scenes[0].model_copy(update={"findings": [], "not_run": "a|b\x1b <script>"})
-    page = audit_markdown(honest.model_copy(update={"scenes": [scene]}))
+    check = honest.checks[0].model_copy(update={"findings": [], "not_run": "a|b\x1b <script>"})
+    page = audit_markdown(honest.model_copy(update={"checks": [check]}))
     assert "a\\|b\\\\x1b &lt;script&gt;" in page
 
 
 def test_the_figures_are_images_of_the_curves(honest):
     drawn = audit_figures(honest)
-    assert set(drawn) == {"figures/books.svg", "figures/oldest_error.svg"}
-    assert "live arrays" in "".join(ET.fromstring(drawn["figures/books.svg"]).itertext())  # noqa: S314  our own
+    assert set(drawn) == {"figures/bytes.svg", "figures/oldest_error.svg"}
+    assert "live arrays" in "".join(ET.fromstring(drawn["figures/bytes.svg"]).itertext())  # noqa: S314  our own
 
 
 def test_quality_is_drawn_for_each_cache_also_when_it_has_no_error():
@@ -140,10 +139,10 @@ def test_a_long_description_is_cut_at_a_line_and_says_so():
 
 
 def test_a_configuration_is_checked_before_anything_runs():
-    config = AuditConfig.model_validate({"spec": "kivi:bits=4", "scenes": ["trim"]})
+    config = AuditConfig.model_validate({"spec": "kivi:bits=4", "checks": ["trim"]})
     assert config.spec.key_bits == 4 and not config.needs_model
     assert AuditConfig.model_validate({"spec": "kivi"}).needs_model
     assert not AuditConfig.model_validate({"spec": "kivi", "model": None}).needs_model
-    with pytest.raises(ValidationError, match="scene 'bytes'"):
-        AuditConfig.model_validate({"spec": "kivi", "scenes": ["bytes"]})
-    assert Scene(name="x", question="?", seconds=0, findings=[]).outcome == "passed"
+    with pytest.raises(ValidationError, match="check 'books'"):
+        AuditConfig.model_validate({"spec": "kivi", "checks": ["books"]})
+    assert Check(name="x", question="?", seconds=0, findings=[]).outcome == "passed"

@@ -1,4 +1,4 @@
-"""Caches that lie, each in its own way: the audit names what each does."""
+"""Caches that misreport, each in its own way: the audit names what each does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from kivi.accounting import CacheBytes, resident_bytes
 from kivi.cache.roundtrip import RoundTripKIVICache
 from kivi.cache.single import KIVICache
-from kivi.measure.audit.checks import AuditReport, SceneSettings, Subject, audit, audit_spec, subject_of
+from kivi.measure.audit import AuditReport, AuditSettings, Subject, audit, audit_spec, subject_of
 from kivi.quantize import group_roundtrip
 from kivi.spec import CacheSpec
 
 SPEC = CacheSpec.parse("kivi:bits=2,residual=32,backend=mlx")
 ROUNDTRIP = CacheSpec.parse("kivi-roundtrip:bits=2,residual=32,backend=mlx")
-SETTINGS = SceneSettings(decode_steps=40, history=256)
+SETTINGS = AuditSettings(decode_steps=40, history=256)
 HONEST = subject_of(SPEC, heads=SETTINGS.heads, head_dim=SETTINGS.head_dim)
 
 
@@ -29,48 +29,48 @@ def audited(cache: Any, spec: CacheSpec = SPEC, *names: str) -> AuditReport:
 
 
 def errors(report: AuditReport) -> dict[tuple[str, str], str]:
-    return {(scene, found.name): found.evidence for scene, found in report.findings("error")}
+    return {(check, found.name): found.evidence for check, found in report.findings("error")}
 
 
 class FullInDisguise(KVCache):
-    """Stores full precision, bills two bits."""
+    """Stores full precision, accounts two bits."""
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__()
         self.spec = spec
 
     def bytes(self) -> CacheBytes:
-        billed = HONEST.bill(self.offset)
-        return billed.model_copy(update={"resident": billed.accounted})
+        expected = HONEST.expected_bytes(self.offset)
+        return expected.model_copy(update={"resident": expected.accounted})
 
 
-def test_two_bits_billed_and_full_precision_stored():
-    found = errors(audited(FullInDisguise, SPEC, "books", "witness", "growth", "definition"))
-    assert "live arrays hold" in found["books", "resident"] and "wrong at 40 of 40 decode steps" in found["books", "resident"]
-    assert ("books", "total") in found and ("witness", "active memory") in found
-    assert "the spec promises 192.0" in found["growth", "bytes a token"]
+def test_two_bits_accounted_and_full_precision_stored():
+    found = errors(audited(FullInDisguise, SPEC, "bytes", "memory", "growth", "definition"))
+    assert "live arrays hold" in found["bytes", "resident"] and "wrong at 40 of 40 decode steps" in found["bytes", "resident"]
+    assert ("bytes", "total") in found and ("memory", "active memory") in found
+    assert "the spec gives 192.0" in found["growth", "bytes a token"]
     assert found["definition", "lossy"].startswith("the quantiser never ran: 65,536 of 65,536 numbers")
 
 
-class SpareLiar(FullInDisguise):
+class CallsItSpare(FullInDisguise):
     """The same, and calls the difference spare capacity."""
 
     def bytes(self) -> CacheBytes:
         live = resident_bytes((self.keys, self.values))
-        billed = HONEST.bill(self.offset)
-        return billed.model_copy(update={"resident": live, "spare": live - billed.accounted})
+        expected = HONEST.expected_bytes(self.offset)
+        return expected.model_copy(update={"resident": live, "spare": live - expected.accounted})
 
 
 def test_full_precision_called_spare_capacity():
-    found = errors(audited(SpareLiar, SPEC, "books", "growth"))
-    assert ("books", "resident") not in found and ("books", "total") not in found
-    assert "are called spare capacity" in found["books", "spare"]
+    found = errors(audited(CallsItSpare, SPEC, "bytes", "growth"))
+    assert ("bytes", "resident") not in found and ("bytes", "total") not in found
+    assert "as spare capacity, expected at most" in found["bytes", "spare"]
     assert ("growth", "bytes a token") in found
 
 
 @pytest.mark.parametrize("text", ["kivi:bits=2,residual=32,backend=mlx", "kivi:bits=4,backend=mlx"])
 def test_a_cache_that_grows_by_more_than_it_states(text, monkeypatch):
-    """An eighth instead of a 32nd, as an earlier version grew."""
+    """It grows by an eighth instead of a 32nd."""
     spec = CacheSpec.parse(text)
     assert audit_spec(spec, SETTINGS, names=["growth"]).passed
     monkeypatch.setattr("kivi.cache.storage.GROWTH", 8)
@@ -80,14 +80,14 @@ def test_a_cache_that_grows_by_more_than_it_states(text, monkeypatch):
 
 
 class ForgetsWindow(KIVICache):
-    """Leaves the residual window out of its bill."""
+    """Leaves the residual window out of what it accounts."""
 
     def bytes(self) -> CacheBytes:
         return super().bytes().model_copy(update={"residual": 0})
 
 
 class ForgetsWindowAltogether(KIVICache):
-    """Leaves the residual window out of its bill and out of what it calls resident."""
+    """Leaves the residual window out of what it accounts and out of what it calls resident."""
 
     def bytes(self) -> CacheBytes:
         said = super().bytes()
@@ -95,11 +95,11 @@ class ForgetsWindowAltogether(KIVICache):
 
 
 @pytest.mark.parametrize("cache", [ForgetsWindow, ForgetsWindowAltogether])
-def test_a_residual_window_that_is_not_billed(cache):
-    found = errors(audited(cache, SPEC, "books"))
-    assert "bills 0 bytes for residual of" in found["books", "bill of residual"]
-    assert "more than bill and spare" in found["books", "total"]
-    assert (("books", "resident") in found) == (cache is ForgetsWindowAltogether)
+def test_a_residual_window_that_is_not_accounted(cache):
+    found = errors(audited(cache, SPEC, "bytes"))
+    assert "accounts 0 bytes for residual of" in found["bytes", "accounted residual"]
+    assert "more than accounted and spare" in found["bytes", "total"]
+    assert (("bytes", "resident") in found) == (cache is ForgetsWindowAltogether)
 
 
 class Requantises(RoundTripKIVICache):
@@ -133,7 +133,7 @@ class SwapsInBatch(KIVICache):
 def test_a_packed_cache_that_is_swapped_for_a_full_one_in_a_batch():
     found = errors(audited(SwapsInBatch, SPEC, "batch"))
     assert "row 0 comes out of a BatchKVCache as KVCache" in found["batch", "rows"]
-    assert "a BatchKVCache keeps no books" in found["batch", "books"]
+    assert "a BatchKVCache has no byte accounting" in found["batch", "byte accounting"]
 
 
 class Box:
@@ -142,7 +142,7 @@ class Box:
 
 
 class HidesInObject(KIVICache):
-    """Keeps the exact keys in an object that its books do not look into."""
+    """Keeps the exact keys in an object that its byte accounting does not look into."""
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
@@ -153,9 +153,9 @@ class HidesInObject(KIVICache):
         return super().update_and_fetch(keys, values)
 
 
-def test_an_array_hidden_from_the_books_in_an_object():
-    found = errors(audited(HidesInObject, SPEC, "books", "witness"))
-    assert {("books", "resident"), ("books", "total"), ("witness", "active memory")} <= set(found)
+def test_an_array_hidden_from_the_accounting_in_an_object():
+    found = errors(audited(HidesInObject, SPEC, "bytes", "memory"))
+    assert {("bytes", "resident"), ("bytes", "total"), ("memory", "active memory")} <= set(found)
 
 
 class HidesInClosure(KIVICache):
@@ -171,10 +171,10 @@ class HidesInClosure(KIVICache):
         return super().update_and_fetch(keys, values)
 
 
-def test_an_array_hidden_in_a_closure_is_seen_by_the_second_witness_alone():
-    found = errors(audited(HidesInClosure, SPEC, "books", "witness"))
-    assert set(found) == {("witness", "active memory")}
-    assert "MLX's active memory grew by" in found["witness", "active memory"]
+def test_an_array_hidden_in_a_closure_is_seen_in_active_memory_alone():
+    found = errors(audited(HidesInClosure, SPEC, "bytes", "memory"))
+    assert set(found) == {("memory", "active memory")}
+    assert "MLX's active memory grew by" in found["memory", "active memory"]
 
 
 class QuantisesEachCall(RoundTripKIVICache):
@@ -245,5 +245,5 @@ class CannotBeSaved(KIVICache):
 def test_a_cache_that_does_not_survive_saving():
     report = audited(CannotBeSaved, SPEC, "save", "growth")
     assert errors(report)["save", "raised"] == "the cache raised TypeError: cannot be saved"
-    assert all("Traceback" in scene.details for scene in report.scenes)
+    assert all("Traceback" in check.details for check in report.checks)
     assert audited(LoadsAsAnother, SPEC, "save").findings("error")

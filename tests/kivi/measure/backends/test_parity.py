@@ -1,4 +1,4 @@
-"""Parity: honest backends pass, wrong ones are named with their numbers, refusals are told from failures."""
+"""Parity: right backends pass, wrong ones are named with their numbers, skip reasons are told from failures."""
 
 from __future__ import annotations
 
