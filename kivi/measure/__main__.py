@@ -15,8 +15,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from kivi.attention import AttentionError
 from kivi.backends import BackendError
 from kivi.cache.single import NonFiniteError
@@ -26,13 +24,13 @@ from kivi.measure.cell import measure_cell
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import CellResult
-from kivi.measure.settings import MeasureSettings
+from kivi.measure.settings import MeasureSettings, read_settings
 from kivi.measure.speed.throughput import measure_throughput
 from kivi.models import EMBEDDED, LoadedModel, ModelError, check_model, load_model
 from kivi.spec import CacheSpec, SpecError
 
 REFERENCE_BYTES = 8 * 10**9  # of the temporary folder for the full cache's logits; beyond that they are computed again
-REFUSALS = (ModelError, SpecError, MeasureError)
+USAGE_ERRORS = (ModelError, SpecError, MeasureError)
 FAILURES = (AttentionError, BackendError, NonFiniteError, DeadlineError)
 
 
@@ -43,15 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.out.parent.is_dir():
             raise MeasureError(f"out {str(options.out)!r}: its folder is not there")
         texts = read_texts(options.texts)
-        settings = read_settings(options.settings)
+        settings = read_settings(options.settings, MeasureSettings)
         spec = CacheSpec.parse(options.spec)
         check_model(options.model, options.revision)
         model = load_model(options.model, revision=options.revision, dtype=options.dtype)
         questions = read_questions(options.texts) if settings.answers else []
         result = measure(model, texts, spec, settings, prompt_set=options.texts.stem, questions=questions)
-    except (*REFUSALS, *FAILURES) as error:
+    except (*USAGE_ERRORS, *FAILURES) as error:
         print(f"kivi.measure: {error}", file=sys.stderr)  # noqa: T201  the command's answer
-        return 2 if isinstance(error, REFUSALS) else 1
+        return 2 if isinstance(error, USAGE_ERRORS) else 1
     result.write(options.out)
     print(f"kivi.measure: wrote {options.out}", file=sys.stderr)  # noqa: T201  the command's answer
     return 0 if result.audit.passed else 1
@@ -116,7 +114,7 @@ def read_texts(path: Path) -> list[str]:
 
 
 def json_lines(content: str) -> list[str]:
-    """Return the lines of JSON lines, which newlines alone end: JSON may hold U+2028 and what else ends a line in Unicode."""
+    """Return the lines of JSON lines. Newlines alone end them: a JSON string may hold U+2028 and other line ends of Unicode."""
     return content.removesuffix("\n").split("\n") if content else []
 
 
@@ -134,24 +132,6 @@ def read_questions(path: Path) -> list[Question]:
         except (ValueError, KeyError, TypeError):
             raise MeasureError(f"{str(path)!r}, line {number}: expected a JSON object with text and answer") from None
     return questions
-
-
-def read_settings(path: Path | None) -> MeasureSettings:
-    """Return the settings in a JSON file, or the defaults; what the file leaves out is the default, too.
-
-    Raises:
-        MeasureError: the file is missing, or holds something else.
-    """
-    if path is None:
-        return MeasureSettings()
-    try:
-        return MeasureSettings.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MeasureError(f"settings {str(path)!r} cannot be read: {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise MeasureError(f"settings {str(path)!r}: {where}: {first['msg']}") from None
 
 
 def _parser() -> argparse.ArgumentParser:

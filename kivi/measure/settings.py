@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kivi.measure import MeasureError
 from kivi.measure.answers.scorers import ScorerName
 
 
@@ -57,3 +59,24 @@ class MeasureSettings(Settings):
     answers: AnswerSettings | None = Field(None, description="questions with right answers; none are asked by default")
     seed: int = Field(0, ge=0, description="seed of every resampling")
     deadline_s: float = Field(3600, gt=0, description="seconds after which a cell is stopped and fails")
+
+
+Kind = TypeVar("Kind", bound=Settings)
+
+
+def read_settings(path: Path | None, kind: type[Kind]) -> Kind:
+    """Return the settings in a JSON file; fields that it leaves out, and all without a file, have their defaults.
+
+    Raises:
+        MeasureError: the file cannot be read, or holds something else.
+    """
+    if path is None:
+        return kind()
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise MeasureError(f"settings {str(path)!r} cannot be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{part}." for part in first["loc"])[:-1]
+        raise MeasureError(f"settings {str(path)!r}: {where and where + ': '}{first['msg']}") from None

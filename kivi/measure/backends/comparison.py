@@ -1,30 +1,20 @@
-"""The comparison of backends: parity with the definition, speed, and the tokens that a model generates, as one typed result.
-
-It needs no tracker. On a machine with a GPU and nothing else::
-
-    python -m kivi.measure.backends.comparison kivi:bits=2 kivi:bits=4 --out comparison.json
-
-and ``kivi import comparison.json`` logs it where the tracker is. The file is written after every stage, so that what was
-measured is not lost when the machine is taken away.
-"""
+"""The comparison of backends: parity with the definition, speed, and the tokens that a model generates, as one typed result."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-from pydantic import AwareDatetime, Field, ValidationError, field_validator
+from pydantic import AwareDatetime, Field, field_validator
 
-from kivi import BLAS, machine
+from kivi import machine
 from kivi.backends import NAMES, Backend, Name, available, resolve
 from kivi.measure.backends.parity import DTYPES, Case, ParityCheck, check_parity
 from kivi.measure.backends.skip_reason import not_run
@@ -41,7 +31,7 @@ from kivi.measure.monitor import Monitor
 from kivi.measure.results import Record
 from kivi.measure.sequences import TokenStream
 from kivi.measure.settings import Settings
-from kivi.models import EMBEDDED, LoadedModel, ModelError, load_model
+from kivi.models import LoadedModel
 from kivi.spec import CacheSpec, SpecError
 
 # Whole groups, a ragged end, and head dimensions that no group size divides.
@@ -146,11 +136,7 @@ class ComparisonResult(Record):
         """One line for everything that was not run, with the reason."""
         lines = [f"{backend.name}: {not_run(backend.reason)}" for backend in self.backends if not backend.available]
         for spec in self.specs:
-            lines += [
-                f"{check.backend}, {check.operation}, {check.dtype} {check.shape}: not run: {check.not_run}"
-                for check in spec.parity
-                if check.not_run
-            ]
+            lines += [f"{check.backend}, {check.label}: not run: {check.not_run}" for check in spec.parity if check.not_run]
             lines += [
                 f"{arm.arm}, {case.operation}, {case.tokens} tokens: not run: {arm.not_run}"
                 for case in spec.timings
@@ -186,15 +172,10 @@ def compare_backends(
     clock = time.monotonic()
     states = [BackendState(name=name, available=state.ok, reason=state.reason) for name in NAMES for state in [available(name)]]
     backends = [resolve(state.name) for state in states if state.available]
-    git = machine.git_state()
     result = ComparisonResult(
         started=datetime.now(UTC),
         seconds=0,
-        device=machine.device(),
-        blas=BLAS,
-        packages=machine.packages(),
-        git_sha=git.sha,
-        git_dirty=git.dirty,
+        **machine.provenance(),
         settings=settings,
         backends=states,
         specs=[],
@@ -209,7 +190,7 @@ def compare_backends(
 
 
 def check_comparable(spec: CacheSpec) -> None:
-    """Refuse a spec that no backend has a part in.
+    """Check that a spec has a part that backends run.
 
     Raises:
         SpecError: its kind is neither ``kivi`` nor ``kivi-roundtrip``, or layers differ.
@@ -279,56 +260,9 @@ def _compare_model(
 
 def _problems(spec: SpecComparison) -> list[str]:
     slug = spec.spec.slug
-    problems = []
-    for check in spec.parity:
-        if not check.passed:
-            what = check.failed or (
-                f"{check.differing:,} of {check.elements:,} elements differ, by up to {check.max_abs:.3g} or "
-                f"{check.max_ulps:,} ULPs; relative to the largest {check.relative_error:.3g}, at most {check.bound:g}"
-            )
-            problems.append(f"{slug} on {check.backend}: {check.operation}, {check.dtype} {check.shape}: {what}")
+    problems = [f"{slug} on {check.backend}: {check.problem}" for check in spec.parity if not check.passed]
     for case in spec.timings:
         problems += [
             f"{slug} on {arm.arm}: {case.operation} of {case.tokens} tokens: {arm.failed}" for arm in case.arms if arm.failed
         ]
     return problems
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the result as JSON; return 0 when parity held, 1 when it did not, 2 for a wrong spec."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kivi.measure.backends.comparison", description="Compare backends on cache specs."
-    )
-    parser.add_argument("specs", nargs="*", default=["kivi:bits=2"], help="KIND[:key=value,...]; kivi:bits=2 by default")
-    parser.add_argument("--out", type=Path, required=True, help="file that the result is written to")
-    parser.add_argument("--model", default=EMBEDDED, help="embedded, a folder in mlx-lm's format, or none")
-    parser.add_argument("--settings", type=Path, help="JSON file of ComparisonSettings, see docs/checks.md")
-    options = parser.parse_args(arguments)
-    try:
-        specs = [CacheSpec.parse(text) for text in options.specs]
-        for spec in specs:
-            check_comparable(spec)
-        settings = ComparisonSettings.model_validate_json(options.settings.read_bytes()) if options.settings else None
-        if not options.out.parent.is_dir():
-            parser.error(f"{options.out}: its folder is not there")
-        model = None if options.model == "none" else load_model(options.model)
-    except (SpecError, ModelError, OSError) as error:
-        parser.error(str(error))
-    except ValidationError as error:
-        parser.error(f"{options.settings}: {' '.join(str(error).split())}")
-
-    def report(stage: str, done: int, total: int) -> None:
-        print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)  # noqa: T201  progress
-
-    def save(result: ComparisonResult) -> None:
-        result.write(options.out)
-
-    result = compare_backends(specs, settings=settings, model=model, monitor=Monitor(report), save=save)
-    save(result)
-    for line in [*result.problems, *result.not_run]:
-        print(line, file=sys.stderr)  # noqa: T201  the verdict
-    return 0 if result.passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

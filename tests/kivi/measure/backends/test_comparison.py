@@ -12,13 +12,13 @@ import pytest
 
 from kivi.backends import available, resolve
 from kivi.measure.arms import FULL, Arm
+from kivi.measure.backends.__main__ import main
 from kivi.measure.backends.comparison import (
     BackendState,
     ComparisonResult,
     ComparisonSettings,
     agreement,
     compare_backends,
-    main,
 )
 from kivi.measure.backends.skip_reason import not_run
 from kivi.measure.backends.speed import SpeedSettings, time_model
@@ -132,10 +132,10 @@ def test_caches_that_no_backend_has_a_part_in_are_refused(text):
     ("arguments", "sentence"),
     [
         (["--settings", "missing.json"], "No such file or directory: 'missing.json'"),
-        (["--settings", "wrong.json"], "wrong.json: 1 validation error for ComparisonSettings speed.rounds"),
-        (["--settings", "bytes.json"], "bytes.json: 1 validation error for ComparisonSettings Invalid JSON"),
+        (["--settings", "wrong.json"], "settings 'wrong.json': speed.rounds: Input should be greater than or equal to 2"),
+        (["--settings", "bytes.json"], "settings 'bytes.json': Invalid JSON"),
         (["--model", "missing"], "model 'missing': neither 'embedded', nor a folder that exists, nor a Hugging Face id"),
-        (["--out", "missing/comparison.json"], "missing/comparison.json: its folder is not there"),
+        (["--out", "missing/comparison.json"], "out 'missing/comparison.json': its folder is not there"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys, arguments, sentence):
@@ -161,7 +161,7 @@ def test_it_runs_where_no_tracker_is(tmp_path):
     settings, out = tmp_path / "settings.json", tmp_path / "comparison.json"
     settings.write_text(SETTINGS.model_dump_json())
     script = (
-        "import sys; from kivi.measure.backends.comparison import main\n"
+        "import sys; from kivi.measure.backends.__main__ import main\n"
         f"code = main(['kivi:bits=2,residual=32', '--model', 'none', '--settings', {str(settings)!r}, '--out', {str(out)!r}])\n"
         "print(code, sorted({'prefect', 'mlflow', 'datasets', 'tasks', 'flows'} & set(sys.modules)))"
     )
