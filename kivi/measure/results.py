@@ -156,6 +156,11 @@ class Timing(Record):
         """Return that of at least one round."""
         return cls(median=statistics.median(rounds), minimum=min(rounds), maximum=max(rounds), rounds=list(rounds))
 
+    @property
+    def spread(self) -> float:
+        """(max - min) / median."""
+        return (self.maximum - self.minimum) / self.median
+
 
 class ContextThroughput(Record):
     """Timings at one context length; ratios pair each round with the full cache's round."""

@@ -16,7 +16,7 @@ from pydantic import Field
 from kivi.backends import ATTENTION_BOUND, Backend, History
 from kivi.cache.packed import MAX_CODE_QUERIES
 from kivi.codec import Codec
-from kivi.measure.backends.skip_reason import file_error, on_gpu
+from kivi.measure.backends.skip_reason import failed_or_not_run, on_gpu
 from kivi.measure.results import Record
 from kivi.quantize import dtype_name
 from kivi.spec import CacheSpec, ParamDtype
@@ -71,7 +71,7 @@ class ParityCheck(Record):
     max_ulps: int = Field(0, description="largest difference in units of the last place of the output's dtype")
     relative_error: float = Field(0.0, description="largest absolute difference over the largest output")
     bound: float = Field(description="largest relative error that passes; 0: bit for bit")
-    not_run: str = Field("", description="MLX's words, where MLX itself refuses this input on a GPU")
+    not_run: str = Field("", description="skip reason: MLX's message, where MLX rejects this input on a GPU")
     failed: str = Field("", description="what the backend raised")
 
     @property
@@ -263,7 +263,7 @@ def _check(backend: Backend, spec: CacheSpec, case: Case, operation: Operation, 
     try:
         fields = _measure(pairs())
     except (RuntimeError, ValueError) as error:
-        fields.update(file_error(error, own=backend.name != "mlx"))
+        fields.update(failed_or_not_run(error, own=backend.name != "mlx"))
     return ParityCheck(
         backend=backend.name,
         operation=operation,

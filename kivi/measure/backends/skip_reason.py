@@ -1,4 +1,4 @@
-"""What could not be run, told from what failed."""
+"""Skip reasons: what could not be run, told from what failed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import mlx.core as mx
 from kivi.backends import BackendError
 
 
-def file_error(error: Exception, *, own: bool) -> dict[str, str]:
-    """Return how a record names ``error``: as a failure, or as what MLX itself refused and nobody could run.
+def failed_or_not_run(error: Exception, *, own: bool) -> dict[str, str]:
+    """Return the field of a record that holds ``error``: ``not_run`` for a shape that MLX rejects on a GPU, else ``failed``.
 
-    MLX's operations refuse some shapes on a GPU, by an error of a built-in class. On a CPU they take all that a cache makes of
-    itself, and an error of any other class is this project's own: both are failures.
+    MLX's operations reject some shapes on a GPU with an error of a built-in class. On a CPU they take every shape of a cache,
+    and errors of other classes are this project's: both are failures.
 
     Args:
         error: What was raised.
-        own: Whether a kernel of this project ran, which may refuse nothing.
+        own: Whether a kernel of this project ran, which takes every shape.
     """
     if isinstance(error, BackendError):
         return {"failed": str(error)}
-    refused = not own and type(error) in {RuntimeError, ValueError} and on_gpu()
-    return {"not_run" if refused else "failed": f"{type(error).__name__}: {error}"}
+    skipped = not own and type(error) in {RuntimeError, ValueError} and on_gpu()
+    return {"not_run" if skipped else "failed": f"{type(error).__name__}: {error}"}
 
 
 def not_run(reason: str) -> str:

@@ -8,7 +8,6 @@ same one.
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,11 +20,11 @@ from kivi.backends import Backend
 from kivi.cache.single import KIVICache
 from kivi.codec import Codec
 from kivi.measure.arms import FULL, Arm
-from kivi.measure.backends.skip_reason import file_error
+from kivi.measure.backends.skip_reason import failed_or_not_run
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.results import Record, Timing
 from kivi.measure.settings import Settings
-from kivi.measure.speed.timing import in_random_order
+from kivi.measure.speed.timing import in_turns
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
@@ -70,7 +69,7 @@ class ArmTiming(Record):
     arm: str = Field(description="a backend, or a baseline: full, mlx compiled, mx.quantize")
     seconds: Timing | None = Field(None, description="seconds a call, or a token")
     ratio: Timing | None = Field(None, description="the baseline's seconds over this arm's, same round: above 1 is faster")
-    not_run: str = Field("", description="MLX's words, where MLX itself refuses this shape on a GPU")
+    not_run: str = Field("", description="skip reason: MLX's message, where MLX rejects this shape on a GPU")
     failed: str = Field("", description="what the arm raised, a kernel of our own or anything else")
 
 
@@ -87,9 +86,9 @@ class SpeedCase(Record):
 
 
 class Lane(NamedTuple):
-    """An arm to be timed: ``prepare(round)`` makes the inputs and returns what the clock is put on, which is per ``units``.
+    """An arm to be timed: ``prepare(round)`` makes the inputs and returns the work that is timed, which has ``units`` units.
 
-    What an ``own`` lane raises is a failure; what MLX's operations refuse on a GPU was not run.
+    What an ``own`` lane raises is a failure; a shape that MLX's operations reject on a GPU was not run.
     """
 
     arm: str
@@ -107,7 +106,7 @@ def time_lanes(lanes: Sequence[Lane], rounds: int, baseline: str, **case: Any) -
         baseline: The arm that others are compared with, round by round.
         case: The other fields of the :class:`SpeedCase`.
     """
-    ready, refused = [], []
+    ready, left_out = [], []
     for lane in lanes:
         try:
             _run(lane, rounds)  # inputs that no counted round gets
@@ -115,11 +114,8 @@ def time_lanes(lanes: Sequence[Lane], rounds: int, baseline: str, **case: Any) -
         except DeadlineError:
             raise
         except (RuntimeError, ValueError) as error:
-            refused.append(ArmTiming(arm=lane.arm, **file_error(error, own=lane.own)))
-    seconds: dict[str, list[float]] = {lane.arm: [] for lane in ready}
-    for index in range(rounds):
-        for lane in in_random_order(ready, index):
-            seconds[lane.arm].append(_run(lane, index))
+            left_out.append(ArmTiming(arm=lane.arm, **failed_or_not_run(error, own=lane.own)))
+    seconds = in_turns({lane.arm: functools.partial(_run, lane) for lane in ready}, rounds)
     base = seconds.get(baseline)
     timed = {
         arm: ArmTiming(
@@ -129,10 +125,10 @@ def time_lanes(lanes: Sequence[Lane], rounds: int, baseline: str, **case: Any) -
         )
         for arm, values in seconds.items()
     }
-    every = {**timed, **{arm.arm: arm for arm in refused}}
+    every = {**timed, **{arm.arm: arm for arm in left_out}}
     return SpeedCase(
         baseline=baseline,
-        baseline_spread=None if base is None else (max(base) - min(base)) / statistics.median(base),
+        baseline_spread=None if base is None else Timing.of(base).spread,
         arms=[every[lane.arm] for lane in lanes],
         **case,
     )

@@ -14,7 +14,6 @@ With ``isolate`` each cache of each round has a process of its own (:mod:`kivi.m
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -150,7 +149,7 @@ def _summarise(
         for context, runs, paired in zip(settings.contexts, timed, baseline, strict=True)
     ]
     longest = max(contexts, key=lambda figures: figures.context)
-    rates = [settings.steps / run.decode for run in baseline[contexts.index(longest)]]
+    rates = Timing.of([settings.steps / run.decode for run in baseline[contexts.index(longest)]])
     return Throughput(
         prefill_tps=longest.prefill_tps.median,
         decode_tps=longest.decode_tps.median,
@@ -158,7 +157,7 @@ def _summarise(
         decode_ratio=longest.decode_ratio.median,
         peak_bytes=_largest(run.peak_bytes for runs in timed for run in runs),
         process_peak_bytes=_largest(run.process_peak_bytes for runs in timed for run in runs),
-        baseline_spread=(max(rates) - min(rates)) / statistics.median(rates),
+        baseline_spread=rates.spread,
         contexts=contexts,
     )
 

@@ -1,10 +1,10 @@
-"""One timed run of one cache: what each clock holds is said in :mod:`kivi.measure.speed.throughput`."""
+"""Rounds of arms in turns, and one timed run of one cache; :mod:`kivi.measure.speed.throughput` says what each clock holds."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import mlx.core as mx
@@ -31,6 +31,15 @@ class Timed(Record):
 def in_random_order(arms: Sequence[Item], number: int, seed: int = 0) -> list[Item]:
     """Return ``arms`` in the order of round ``number``, the same for the same seed."""
     return random.Random(f"{seed}, {number}").sample(arms, len(arms))  # noqa: S311  no secret
+
+
+def in_turns(arms: Mapping[str, Callable[[int], Item]], rounds: int) -> dict[str, list[Item]]:
+    """Call each arm once a round with the round's number, in random order; return what each returned, round by round."""
+    results: dict[str, list[Item]] = {name: [] for name in arms}
+    for number in range(rounds):
+        for name in in_random_order(list(arms), number):
+            results[name].append(arms[name](number))
+    return results
 
 
 def time_run(model: LoadedModel, spec: CacheSpec, prompt: Sequence[int], steps: int) -> Timed:
