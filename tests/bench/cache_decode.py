@@ -11,12 +11,11 @@ from collections.abc import Callable
 import kivi  # noqa: F401  # isort: skip  it loads OpenBLAS before MLX
 
 import mlx.core as mx
-from cache_timing import interleave, parser, ratios, report, spread
+from timing import interleave, parser, ratios, report, spread
 
 from kivi.cache.single import KIVICache
+from kivi.measure.backends.parity import DTYPES
 from kivi.spec import CacheSpec
-
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def main() -> None:

@@ -6,23 +6,22 @@ was made. The drift is what MLX holds, less what the caches report, over ``--ste
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import kivi  # noqa: F401  # isort: skip  it loads OpenBLAS before MLX
 
 import mlx.core as mx
-from cache_timing import parser, report
 from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import make_prompt_cache as make_full_cache
+from timing import parser, report
 
 from kivi.accounting import sum_bytes
 from kivi.build import make_prompt_cache
+from kivi.measure.backends.parity import DTYPES
+from kivi.measure.memory import settled_memory
 from kivi.spec import CacheSpec
-
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def build_model(layers: int, heads: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> Any:
@@ -42,12 +41,6 @@ def build_model(layers: int, heads: int, kv_heads: int, head_dim: int, dtype: mx
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model
-
-
-def settled_memory() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return mx.get_active_memory()
 
 
 def peaks(model: Any, make: Callable[[Any], list[Any]], prompt: int, chunk: int, steps: int) -> dict[str, int]:

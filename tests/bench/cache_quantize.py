@@ -1,6 +1,6 @@
 """Quantise and pack the keys and the values of one layer, against ``mx.quantize`` of the same arrays.
 
-``mx.quantize`` groups along the last axis alone and by a rule of its own: it is a yardstick, not an equal.
+``mx.quantize`` groups along the last axis alone and computes other codes: it shows what one pass may cost.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Callable
 import kivi  # noqa: F401  # isort: skip  it loads OpenBLAS before MLX
 
 import mlx.core as mx
-from cache_timing import interleave, parser, ratios, report, spread
+from timing import interleave, parser, ratios, report, spread
 
 from kivi.backends import resolve
 from kivi.codec import Codecs
-
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+from kivi.measure.backends.parity import DTYPES
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cache_timing import parser, report
+from timing import parser, report
 
 from kivi.build import make_prompt_cache
 from kivi.measure.arms import Arm

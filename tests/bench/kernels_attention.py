@@ -5,14 +5,10 @@ python tests/bench/kernels_attention.py --out tests/bench/results/kernels_attent
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))
-from kernels_timing import Arm, interleave, show, write
+from timing import Arm, interleave_calls, parser, report
 
 from kivi.backends import Backend, History, resolve
 from kivi.backends.kernels import attention as kernel_attention
@@ -105,7 +101,7 @@ def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, round
         return lambda first, calls: in_turn(attend, sets, first, calls)
 
     arms = {"full": chain(full), "packed": chain(packed), "packed_portable": chain(portable)}
-    row = interleave(arms, "full", rounds=rounds, calls=calls)
+    row = interleave_calls(arms, "full", rounds=rounds, calls=calls)
     moved = packed_bytes(sets[0].history)
     full_bytes = FULL_BYTES * shape.batch * shape.heads * shape.tokens * shape.channels
     results = [attend(sets[0].queries, sets[0]).astype(mx.float32) for attend in (packed, portable)]
@@ -124,30 +120,22 @@ def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, round
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=96, help="chained calls that share the start of their graph")
-    options = parser.parse_args()
+    options_of = parser(__doc__)
+    options_of.add_argument("--backend", default="auto")
+    options_of.add_argument("--rounds", type=int, default=15)
+    options_of.add_argument("--calls", type=int, default=96, help="chained calls that share the start of their graph")
+    options = options_of.parse_args()
     backend = resolve(options.backend)
     if not isinstance(backend, KernelBackend):
-        parser.error(f"backend {backend.name} has no kernels to time")
+        options_of.error(f"backend {backend.name} has no kernels to time")
     rows = []
     for shape in SHAPES:
         for repeats in (1, 4):
             for bits in (2, 4):
                 rows.append(measure(backend, shape, repeats, bits, options.rounds, options.calls))
-                show(f"{tuple(shape)} x{repeats} b={bits}", rows[-1])
                 mx.clear_cache()
-                facts = {
-                    "group_size": GROUP,
-                    "window": WINDOW,
-                    "dtype": "float16",
-                    "rounds": options.rounds,
-                    "calls": options.calls,
-                }
-                write(options.out, rows, backend=backend.name, **facts)
+                facts = {"backend": backend.name, "group_size": GROUP, "window": WINDOW, "dtype": "float16"}
+                report("kernels-attention", options, {**facts, "rows": rows})
 
 
 if __name__ == "__main__":

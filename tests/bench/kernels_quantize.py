@@ -5,15 +5,11 @@ python tests/bench/kernels_quantize.py --out tests/bench/results/kernels_quantiz
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from kernels_timing import Arm, interleave, show, write
+from timing import Arm, interleave_calls, parser, report
 
 from kivi.backends import Backend, resolve
 from kivi.codec import Codecs
@@ -48,7 +44,7 @@ def round_trip(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[st
         return lambda first, calls: [run(keys[turn % SETS], values[turn % SETS]) for turn in range(first, first + calls)]
 
     arms = {"mlx": repeat(plain), "mlx_compiled": repeat(compiled), backend.name: repeat(kernels)}
-    row = interleave(arms, "mlx", rounds=rounds)
+    row = interleave_calls(arms, "mlx", rounds=rounds)
     differing = sum(mx.sum(a != b).item() for a, b in zip(kernels(keys[0], values[0]), plain(keys[0], values[0]), strict=True))
     moved = 2 * 2 * keys[0].nbytes
     gigabytes = moved / row["arms"][backend.name]["ms"]["median"] / 1e6
@@ -80,25 +76,24 @@ def packing(backend: Backend, tokens: int, bits: int, rounds: int) -> dict[str, 
         return lambda first, calls: [run(turn) for turn in range(first, first + calls)]
 
     arms = {"mx.quantize": repeat(affine), "mlx": repeat(definition), backend.name: repeat(kernels)}
-    row = interleave(arms, "mx.quantize", rounds=rounds)
+    row = interleave_calls(arms, "mx.quantize", rounds=rounds)
     return row | {"what": "quantise and pack", "tokens": tokens, "bits": bits}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
+    options_of = parser(__doc__)
+    options_of.add_argument("--backend", default="auto")
+    options_of.add_argument("--rounds", type=int, default=15)
+    options = options_of.parse_args()
     backend = resolve(options.backend)
     rows = []
     for bits in (2, 4):
         for tokens in FLUSHES:
             for what in (round_trip, packing):
                 rows.append(what(backend, tokens, bits, options.rounds))
-                show(f"{rows[-1]['what']} b={bits} {tokens} tokens", rows[-1])
                 shape = {"batch": 1, "heads": HEADS, "channels": CHANNELS, "group_size": GROUP}
-                write(options.out, rows, backend=backend.name, shape=shape, dtype="float16", rounds=options.rounds)
+                facts = {"backend": backend.name, "shape": shape, "dtype": "float16"}
+                report("kernels-quantize", options, {**facts, "rows": rows})
 
 
 if __name__ == "__main__":

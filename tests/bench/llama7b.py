@@ -23,10 +23,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from cache_timing import parser, report
+from timing import parser, report
 
 from kivi import CacheSpec, make_prompt_cache
 
@@ -180,6 +179,4 @@ def lines_of(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if Path(__file__).parent not in map(Path, sys.path):
-        sys.path.insert(0, str(Path(__file__).parent))
     main()

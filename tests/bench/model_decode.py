@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cache_timing import interleave, parser, ratios, report, spread
+from timing import interleave, parser, ratios, report, spread
 
 from kivi.build import make_prompt_cache
 from kivi.measure.arms import settle

@@ -1,6 +1,6 @@
 """Record repeats of the smoke matrix in small: what a night without a change looks like, over and over.
 
-    python tests/bench/record_smoke_nights.py --repeats 24 --out tests/tasks/data/smoke_nights.json
+    python tests/bench/record_smoke_nights.py --repeats 24 --out tests/tasks/judge/data/smoke_nights.json
 
 Each repeat measures everything anew (the full cache's logits, too). The file keeps one whole result a cache, and of every
 repeat what the gate samples: mean KL and flips of each block, bytes, ratios of each round. It is written after each repeat,
