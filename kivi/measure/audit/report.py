@@ -19,7 +19,7 @@ class AuditSettings(Settings):
     head_dim: int = Field(64, ge=8, description="channels of a key and of a value")
     decode_steps: int = Field(200, ge=1, description="decode steps at each of which bytes are compared")
     history: int = Field(1024, ge=1, description="tokens streamed to see whether old codes change")
-    seed: int = Field(0, ge=0, description="seed of keys, values and resampling")
+    seed: int = Field(0, ge=0, description="seed of keys, values and the sizes of calls")
 
 
 class CheckFinding(Finding):
