@@ -41,7 +41,7 @@ class Reading:
 
 
 def quality_by_decode_length(spec: CacheSpec, reading: Reading, monitor: Monitor, notes: Notes) -> None:
-    """Decode with the spec at 2, 4 and 8 bits and at its own, on the full cache's tokens and free-running.
+    """Decode with the spec at 2, 3, 4 and 8 bits and at its own, on the full cache's tokens and free-running.
 
     Teacher-forced, the logits differ by the cache's error alone. Free-running, from the first different token on the texts
     are different texts: the distance between the two curves is divergence, not the cache.
