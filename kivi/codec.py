@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import mlx.core as mx
 
@@ -17,6 +17,9 @@ from kivi.quantize import (
     padded_length,
     smallest_scale,
 )
+from kivi.rotation import require_order, rotate, rotate_back
+
+Rotate = Literal["none", "keys", "values", "both"]
 
 
 class Packed(NamedTuple):
@@ -41,12 +44,14 @@ class Codec:
         group_size: Numbers that share a scale and a zero.
         axis: -2: groups of tokens, one a channel (keys). -1: groups of channels, one a token (values).
         param_dtype: dtype of scales and zeros.
+        rotated: Whether codes are of rotated numbers (:mod:`kivi.rotation`).
     """
 
     bits: int
     group_size: int
     axis: int
     param_dtype: mx.Dtype
+    rotated: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # frozen; an mx.Dtype cannot be copied
@@ -108,8 +113,25 @@ class Codec:
         """Return the bytes of the scales and zeros of ``tokens``, whole groups of them for keys, with ``channels`` each."""
         return self.groups(tokens * self.stored_channels(channels)) * 2 * self.param_dtype.size
 
+    def require_channels(self, channels: int) -> None:
+        """Refuse what :meth:`rotate` would refuse.
+
+        Raises:
+            RotationError: this many channels cannot be rotated, and are to be.
+        """
+        if self.rotated:
+            require_order(channels)
+
+    def rotate(self, x: mx.array) -> mx.array:
+        """Return ``x``, ``[..., D]``, in the basis that is quantised; see :func:`kivi.rotation.rotate`."""
+        return rotate(x) if self.rotated else x
+
+    def rotate_back(self, x: mx.array) -> mx.array:
+        """Return what :meth:`rotate` made ``x`` of; see :func:`kivi.rotation.rotate_back`."""
+        return rotate_back(x) if self.rotated else x
+
     def quantize(self, x: mx.array) -> QuantizedGroups:
-        """Return what :func:`kivi.quantize.group_quantize` makes of ``x``, ``[..., S, D]``."""
+        """Return what :func:`kivi.quantize.group_quantize` makes of ``x``, ``[..., S, D]``, rotated or not."""
         return group_quantize(x, bits=self.bits, group_size=self.group_size, axis=self.axis, param_dtype=self.param_dtype)
 
     def dequantize(self, quantized: QuantizedGroups, dtype: mx.Dtype, length: int | None = None) -> mx.array:
@@ -117,7 +139,7 @@ class Codec:
         return group_dequantize(quantized, group_size=self.group_size, axis=self.axis, dtype=dtype, length=length)
 
     def roundtrip(self, x: mx.array) -> mx.array:
-        """Return what :func:`kivi.quantize.group_roundtrip` makes of ``x``, ``[..., S, D]``."""
+        """Return what :func:`kivi.quantize.group_roundtrip` makes of ``x``, ``[..., S, D]``, rotated or not."""
         return group_roundtrip(x, bits=self.bits, group_size=self.group_size, axis=self.axis, param_dtype=self.param_dtype)
 
     def pack(self, quantized: QuantizedGroups) -> Packed:
@@ -133,9 +155,17 @@ class Codecs(NamedTuple):
     values: Codec
 
     @classmethod
-    def of(cls, *, key_bits: int, value_bits: int, group_size: int, param_dtype: mx.Dtype) -> Self:
+    def of(cls, *, key_bits: int, value_bits: int, group_size: int, param_dtype: mx.Dtype, rotate: Rotate = "none") -> Self:
         """Return the codecs of keys per channel and values per token."""
-        return cls(Codec(key_bits, group_size, -2, param_dtype), Codec(value_bits, group_size, -1, param_dtype))
+        return cls(
+            Codec(key_bits, group_size, -2, param_dtype, rotated=rotate in {"keys", "both"}),
+            Codec(value_bits, group_size, -1, param_dtype, rotated=rotate in {"values", "both"}),
+        )
+
+    @property
+    def rotated(self) -> bool:
+        """Whether keys or values are rotated."""
+        return self.keys.rotated or self.values.rotated
 
     @property
     def group_size(self) -> int:

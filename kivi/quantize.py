@@ -64,7 +64,7 @@ def group_quantize(
 
     Args:
         x: ``[..., S, D]``, float32, float16 or bfloat16, ``S`` and ``D`` at least 1.
-        bits: Bits a code: 2, 4 or 8.
+        bits: Bits a code, 1 to 8.
         group_size: Elements a group.
         axis: -2 to group along tokens (keys), -1 to group along channels (values).
         param_dtype: dtype of scale and zero, float16 or float32.
@@ -118,23 +118,29 @@ def group_roundtrip(x: mx.array, *, bits: int, group_size: int, axis: int, param
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """Pack codes ``[..., N]`` into uint32 words ``[..., N * bits / 32]``, low bits first (MLX's layout).
+    """Pack codes ``[..., N]`` into uint32 words ``[..., N * bits / 32]`` (MLX's layout).
 
-    ``N * bits`` must be a multiple of 32, which whole groups of 32, 64 or 128 always are.
+    The words are one stream of bits, lowest first: codes of 3 bits cross from a word into the next. ``N * bits`` must be a
+    multiple of 32, which whole groups of 32, 64 or 128 always are.
     """
-    per_word = WORD_BITS // bits
-    lanes = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, per_word)
-    shifts = mx.arange(0, WORD_BITS, bits, dtype=mx.uint32)
-    # The fields do not overlap, so their sum is their union.
-    return mx.sum(lanes << shifts, axis=-1).astype(mx.uint32)
+    return _sum_bits(_bits(codes.astype(mx.uint32), bits), WORD_BITS)
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
     """Return the uint8 codes ``[..., W * 32 / bits]`` of uint32 words ``[..., W]``, the inverse of :func:`pack`."""
-    shifts = mx.arange(0, WORD_BITS, bits, dtype=mx.uint32)
-    mask = mx.array((1 << bits) - 1, mx.uint32)
-    lanes = (words[..., None] >> shifts) & mask
-    return lanes.astype(mx.uint8).reshape(*words.shape[:-1], -1)
+    return _sum_bits(_bits(words, WORD_BITS), bits).astype(mx.uint8)
+
+
+def _bits(numbers: mx.array, width: int) -> mx.array:
+    """Return the lowest ``width`` bits of uint32 numbers ``[..., N]``, lowest first: ``[..., N * width]``."""
+    bits = (numbers[..., None] >> mx.arange(width, dtype=mx.uint32)) & 1
+    return bits.reshape(*numbers.shape[:-1], -1)
+
+
+def _sum_bits(bits: mx.array, width: int) -> mx.array:
+    """Return the uint32 numbers ``[..., N]`` of ``width`` bits each, lowest first, ``[..., N * width]``."""
+    numbers = bits.reshape(*bits.shape[:-1], -1, width) << mx.arange(width, dtype=mx.uint32)
+    return mx.sum(numbers, axis=-1).astype(mx.uint32)
 
 
 def _axis_last(x: mx.array, axis: int) -> mx.array:

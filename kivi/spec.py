@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import mlx.core as mx
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -21,18 +23,20 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from kivi.codec import Codecs
+from kivi.codec import Codecs, Rotate
+from kivi.fields import FieldsError, read_fields
 
 Kind = Literal["full", "kivi", "kivi-roundtrip", "mlx-quantized"]
 BackendName = Literal["auto", "metal", "cuda", "mlx"]
 ParamDtype = Literal["float16", "float32"]
 
-KIVI_BITS = (2, 4, 8)
+KIVI_BITS = (2, 3, 4, 8)
 MLX_BITS = (2, 3, 4, 5, 6, 8)  # what mx.quantize takes
 GROUP_SIZES = (32, 64, 128)  # what MLX's quantised matmul takes
 MLX_QUANTIZED_FIELDS = ("key_bits", "value_bits", "group_size")
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 LONGEST_QUOTE = 80  # characters of a wrong value that a message repeats
+ROTATE_SLUGS: dict[Rotate, str] = {"none": "", "keys": "-hk", "values": "-hv", "both": "-hkv"}  # h: Hadamard
 SHORT_NAMES = {
     "bits": ("key_bits", "value_bits"),
     "group": ("group_size",),
@@ -50,7 +54,7 @@ def _check_bits(bits: Any) -> Any:
     if isinstance(bits, list | tuple):
         raise ValueError(f"{bits!r}: one cache has one number of bits; give layers their own under `layers`")
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in MLX_BITS:
-        raise ValueError(f"{bits!r}: KIVI codes have 2, 4 or 8 bits, those of mlx-lm's quantised cache 2, 3, 4, 5, 6 or 8")
+        raise ValueError(f"{bits!r}: KIVI codes have 2, 3, 4 or 8 bits, those of mlx-lm's quantised cache 2, 3, 4, 5, 6 or 8")
     return bits
 
 
@@ -74,6 +78,7 @@ class LayerSpec(BaseModel):
     kind: Literal["full", "kivi", "kivi-roundtrip"] | None = Field(None, description="kind of this layer's cache")
     key_bits: Bits | None = Field(None, description="bits a key code")
     value_bits: Bits | None = Field(None, description="bits a value code")
+    rotate: Rotate | None = Field(None, description="what is rotated before it is quantised")
     group_size: GroupSize | None = Field(None, description="elements that share a scale and a zero")
     residual_length: TokenCount | None = Field(None, description="newest tokens kept in full precision")
     sink_length: TokenCount | None = Field(None, description="first tokens kept in full precision")
@@ -91,8 +96,9 @@ class CacheSpec(BaseModel):
     kind: Kind = Field(
         "kivi", description="full, kivi (packed), kivi-roundtrip (rounded, stored in full), mlx-quantized (mlx-lm's own)"
     )
-    key_bits: Bits = Field(2, description="bits a key code: 2, 4 or 8")
-    value_bits: Bits = Field(2, description="bits a value code: 2, 4 or 8")
+    key_bits: Bits = Field(2, description="bits a key code: 2, 3, 4 or 8")
+    value_bits: Bits = Field(2, description="bits a value code: 2, 3, 4 or 8")
+    rotate: Rotate = Field("none", description="what is rotated along channels before it is quantised: keys, values, both")
     group_size: GroupSize = Field(32, description="elements that share a scale and a zero: 32, 64 or 128")
     residual_length: TokenCount = Field(128, description="newest tokens kept in full precision")
     sink_length: TokenCount = Field(0, description="first tokens kept in full precision, a multiple of group_size")
@@ -128,7 +134,7 @@ class CacheSpec(BaseModel):
         else:
             for name in ("key_bits", "value_bits"):
                 if getattr(self, name) not in KIVI_BITS:
-                    raise ValueError(f"{name}={getattr(self, name)}: KIVI codes have 2, 4 or 8 bits")
+                    raise ValueError(f"{name}={getattr(self, name)}: KIVI codes have 2, 3, 4 or 8 bits")
         for index, layer in self.layers.items():
             self._check_layer(index, layer)
         return self
@@ -200,7 +206,11 @@ class CacheSpec(BaseModel):
     def codecs(self) -> Codecs:
         """How keys and values become codes."""
         return Codecs.of(
-            key_bits=self.key_bits, value_bits=self.value_bits, group_size=self.group_size, param_dtype=self.params
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
+            group_size=self.group_size,
+            param_dtype=self.params,
+            rotate=self.rotate,
         )
 
     @property
@@ -214,6 +224,7 @@ class CacheSpec(BaseModel):
         name += f"-r{self.residual_length}"
         if self.sink_length:
             name += f"-s{self.sink_length}"
+        name += ROTATE_SLUGS[self.rotate]
         if self.param_dtype != "float16":
             name += "-p32"
         if self.layers:
@@ -223,16 +234,21 @@ class CacheSpec(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> CacheSpec:
-        """Read ``KIND[:key=value,...]``, e.g. ``kivi:key_bits=4,value_bits=2,group=32,residual=128,backend=mlx``.
+        """Read ``KIND[:key=value,...][@FILE]``, e.g. ``kivi:key_bits=4,value_bits=2,group=32,residual=128,backend=mlx``.
 
         Short names: bits (both), group, residual, sinks, params. ``bits=8,value_bits=2`` sets one of both anew; an option that
-        is given again, or that would undo one before it, is refused. Settings by layer have no short form: use a config file.
+        is given again, or that would undo one before it, is refused. FILE is YAML as a matrix takes it, or JSON: the fields of
+        a spec, so also settings by layer, which have no short form. What the text says itself goes before what FILE says;
+        ``@FILE`` alone is what FILE says.
 
         Raises:
             SpecError: the text names no cache; one sentence says why.
         """
-        kind, _, options = text.partition(":")
-        fields: dict[str, Any] = {"kind": kind}
+        own, at, path = text.partition("@")
+        kind, _, options = own.partition(":")
+        fields = _read_file(Path(path)) if at else {}
+        if kind or not at:
+            fields["kind"] = kind
         given = {"kind"}
         for option in filter(None, options.split(",")):
             name, equals, value = option.partition("=")
@@ -245,6 +261,19 @@ class CacheSpec(BaseModel):
             given |= {name} if len(names) > 1 else {name, *names}
             fields |= dict.fromkeys(names, _read_value(value.strip()))
         return cls.checked(fields)
+
+    @classmethod
+    def load(cls, path: Path | str) -> CacheSpec:
+        """Read the fields of a spec from a YAML or JSON file, e.g. what :meth:`dump` returned.
+
+        Raises:
+            SpecError: the file holds no spec; one sentence says why.
+        """
+        return cls.parse(f"@{path}")
+
+    def dump(self) -> str:
+        """Return the spec as YAML, for :meth:`load` and for a matrix."""
+        return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
 
     @classmethod
     def from_json(cls, text: str) -> CacheSpec:
@@ -280,6 +309,13 @@ class CacheSpec(BaseModel):
             return cls(**fields)
         except ValidationError as error:
             raise SpecError(_first_sentence(error)) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return read_fields(path, expected="the fields of a cache spec")
+    except FieldsError as error:
+        raise SpecError(str(error)) from None
 
 
 def _read_value(text: str) -> int | str:

@@ -10,9 +10,9 @@ import string
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from kivi import fields
 from kivi.measure.settings import AnswerSettings, MeasureSettings, ScoreSettings
 from kivi.spec import BackendName, CacheSpec, reason
 
@@ -255,28 +255,15 @@ class NightlyConfig(Config):
         return limits
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which refuses a key that is there twice: of two, it would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = f"{key.tag} {key.value}"
-            if isinstance(key, yaml.ScalarNode) and name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
 def load_config(path: Path | str) -> NightlyConfig:
     """Read a matrix from a YAML file.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or has a field that cannot be used.
     """
-    fields = read_fields(Path(path), expected="a mapping with models, prompt_sets and specs")
+    matrix = read_fields(Path(path), expected="a mapping with models, prompt_sets and specs")
     try:
-        return NightlyConfig.model_validate(fields)
+        return NightlyConfig.model_validate(matrix)
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_sentence(error)}") from None
 
@@ -288,14 +275,9 @@ def read_fields(path: Path, *, expected: str = "a mapping of fields") -> dict[st
         ConfigError: the file is missing, is not YAML, has a key twice, or holds something else than ``expected`` says.
     """
     try:
-        fields = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  a safe loader
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except (yaml.YAMLError, RecursionError) as error:  # the parser recurses into brackets
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: expected {expected}, got {type(fields).__name__}")
-    return fields
+        return fields.read_fields(path, expected=expected)
+    except fields.FieldsError as error:
+        raise ConfigError(str(error)) from None
 
 
 def first_sentence(error: ValidationError) -> str:

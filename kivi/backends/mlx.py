@@ -15,10 +15,14 @@ import mlx.core as mx
 from kivi.backends import Availability, History
 from kivi.codec import Codec, Packed
 from kivi.machine import cores
+from kivi.quantize import WORD_BITS
 
 # On a CPU an MLX stream is one thread, and so would attention be: it is shared out to a stream a core, at most this many.
 STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(8, cores()))]
 STREAM_CODES = 1 << 19  # codes of keys a stream unpacks at least: about 0.3 ms of work, ten times what handing it over costs
+
+# What neighbouring codes are joined into on their way into words, by bits: an integer, and how many codes it takes.
+LANES = {2: (mx.uint16, 8), 3: (mx.uint32, 8), 4: (mx.uint16, 4), 8: (mx.uint8, 1)}
 
 
 def available() -> Availability:
@@ -51,8 +55,8 @@ class MLXBackend:
         codes, scale, zero = _quantize(grouped, codec)
         lanes = _join_lanes(codes.reshape(x.shape), codec)
         if codec.axis == -1:
-            return Packed(lanes.view(mx.uint32), scale, zero)
-        words = mx.contiguous(lanes.swapaxes(-1, -2)).view(mx.uint32)
+            return Packed(_join_words(lanes, codec), scale, zero)
+        words = _join_words(mx.contiguous(lanes.swapaxes(-1, -2)), codec)
         return Packed(words, scale.swapaxes(-1, -2), zero.swapaxes(-1, -2))
 
     def decode_attention(
@@ -118,7 +122,7 @@ def _share_out(whole: Share) -> tuple[int, list[Share]]:
     queries, history = whole.queries, whole.history
     batch, kv_heads = history.window_keys.shape[:2]
     pieces = (batch, kv_heads, queries.shape[2])
-    codes = 0 if history.keys is None else history.keys.words.size * history.codecs.keys.codes_per_word
+    codes = 0 if history.keys is None else history.keys.words.size * WORD_BITS // history.codecs.keys.bits
     work = codes * (queries.shape[1] // kv_heads) * queries.shape[2]
     wanted = min(len(STREAMS), work // STREAM_CODES) if mx.default_device() == mx.cpu else 1
     if wanted <= 1:
@@ -241,19 +245,30 @@ def _has_nan(grouped: mx.array, axis: int) -> mx.array:
 
 
 def _join_lanes(codes: mx.array, codec: Codec) -> mx.array:
-    """Join neighbouring codes along the codec's axis into uint16, or into uint8 when a code fills it.
+    """Join neighbouring codes along the codec's axis into lanes of whole bytes: 8 codes of 2 or 3 bits, 4 of 4, or 1 of 8.
 
-    A product with powers of two is the fastest way that MLX has on a CPU, and exact: sums stay below 2**16, and float32, or
+    A product with powers of two is the fastest way that MLX has on a CPU, and exact: sums stay below 2**24, and float32, or
     TF32 where MLX uses it, holds every factor.
+
+    Returns:
+        uint16; uint8 for 8 bits, and for 3 bits uint32 whose highest byte is empty.
     """
-    if codec.bits == 8:
-        return codes.astype(mx.uint8)
-    weights = mx.array([float(1 << shift) for shift in range(0, 16, codec.bits)])
-    lanes = weights.size
+    dtype, size = LANES[codec.bits]
+    if size == 1:
+        return codes.astype(dtype)
+    weights = mx.array([float(1 << code * codec.bits) for code in range(size)])
     if codec.axis == -1:
-        return (codes.reshape(*codes.shape[:-1], -1, lanes) @ weights).astype(mx.uint16)
+        return (codes.reshape(*codes.shape[:-1], -1, size) @ weights).astype(dtype)
     *outer, length, dim = codes.shape
-    return (weights @ codes.reshape(*outer, length // lanes, lanes, dim)).astype(mx.uint16)
+    return (weights @ codes.reshape(*outer, length // size, size, dim)).astype(dtype)
+
+
+def _join_words(lanes: mx.array, codec: Codec) -> mx.array:
+    """Return lanes ``[..., N]``, contiguous, as uint32 words, without the empty bytes of :func:`_join_lanes`."""
+    if lanes.dtype != mx.uint32:
+        return lanes.view(mx.uint32)
+    lane_bytes = lanes.view(mx.uint8).reshape(*lanes.shape, lanes.itemsize)[..., : codec.bits]
+    return mx.contiguous(lane_bytes.reshape(*lanes.shape[:-1], -1)).view(mx.uint32)
 
 
 def _scores(queries: mx.array, history: History) -> list[mx.array]:

@@ -60,7 +60,7 @@ class BatchKIVICache(PackedCache):
         """Position of each row up to which tokens are sinks or quantised."""
         return [sinks + codes for sinks, codes in zip(self._sinks.counts, self._codes.counts, strict=True)]
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def _restore(self) -> tuple[mx.array, mx.array]:
         starts = mx.array(self._window.starts, mx.int32)
         return self.backend.restore(self._history(), columns=self._padding.width, window_start=starts)
 

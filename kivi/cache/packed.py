@@ -40,6 +40,9 @@ class Tokens(NamedTuple):
 class PackedCache(ABC):
     """One layer's keys and values as packed codes plus exact tokens, in mlx-lm's cache protocol.
 
+    Where the spec rotates keys or values, everything that is stored is rotated, exact tokens too, and so is :attr:`state`.
+    What comes in and goes out is not.
+
     Args:
         spec: A spec with ``kind="kivi"``, without settings by layer.
 
@@ -64,6 +67,7 @@ class PackedCache(ABC):
         _backend(spec.backend)  # a missing backend is an error before any token comes
         self.spec = spec
         self._codecs = spec.codecs
+        self._rotated = self._codecs.rotated
 
     @property
     def backend(self) -> Backend:
@@ -75,11 +79,15 @@ class PackedCache(ABC):
 
         Raises:
             AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            RotationError: they have a number of channels that cannot be rotated as the spec wants.
             ValueError: keys and values do not go together, or not with what is here; the cache is as it was.
         """
         require_dispatch(sys._getframe(1).f_globals)
         require_fitting(keys, values, (self._window.keys, self._window.values))
-        self._store(keys, values)
+        if self._rotated:
+            self._store(self._codecs.keys.rotate(keys), self._codecs.values.rotate(values))
+        else:
+            self._store(keys, values)
         return keys, values
 
     def attend(
@@ -101,22 +109,30 @@ class PackedCache(ABC):
             ValueError: queries or mask do not go with what is here.
         """
         require_question(queries, mask, self._window.buffers()[0], self.size())
+        if self._rotated:
+            out = self._attend(self._codecs.keys.rotate(queries), scale, mask, sinks)
+            return self._codecs.values.rotate_back(out)
+        return self._attend(queries, scale, mask, sinks)
+
+    def _attend(self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None) -> mx.array:
+        """Attend to the stored numbers, which may be rotated, with queries that are rotated as the keys are."""
         length = queries.shape[-2]
         mask = self._mask_of_call(mask, length)
         if not self._attends_on_codes(length):
-            keys, values = self.keys_and_values()
+            keys, values = self._restore()
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             return out.astype(queries.dtype)
         causal = isinstance(mask, str)
         columns = None if mask is None or isinstance(mask, str) else self._in_storage_order(mask)
         return self.backend.decode_attention(queries, self._history(), scale=scale, causal=causal, mask=columns, sinks=sinks)
 
-    @abstractmethod
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all tokens in order as the queries of the last call see them, keys and values ``[B, H, size(), D]``.
 
         Costly: the history is dequantised at each call, as :func:`kivi.quantize.group_dequantize` does.
         """
+        keys, values = self._restore()
+        return self._codecs.keys.rotate_back(keys), self._codecs.values.rotate_back(values)
 
     @abstractmethod
     def size(self) -> int:
@@ -166,6 +182,10 @@ class PackedCache(ABC):
     def _attends_on_codes(self, length: int) -> bool:
         """Return whether ``length`` queries attend on codes, rather than on dequantised numbers."""
         return length <= self.max_code_queries
+
+    @abstractmethod
+    def _restore(self) -> tuple[mx.array, mx.array]:
+        """Return :meth:`keys_and_values` as they are stored, rotated or not."""
 
     def _room(self) -> Tokens:
         rows = 0 if self._window.keys is None else self._window.keys.shape[0]

@@ -45,7 +45,14 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         self._backend = backends.resolve(spec.backend)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return all tokens, the old ones rounded."""
+        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return all tokens, the old ones rounded.
+
+        Raises:
+            RotationError: they have a number of channels that cannot be rotated as the spec wants.
+        """
+        if self.empty():
+            for array, codec in zip((keys, values), self.spec.codecs, strict=True):
+                codec.require_channels(array.shape[-1])
         super().update_and_fetch(keys, values)
         frontier = self.spec.sink_length + self.spec.quantized_tokens(self.offset)
         if frontier > self.frontier:
@@ -56,7 +63,8 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
 
     def _roundtrip(self, start: int, stop: int) -> None:
         for array, codec in zip((self.keys, self.values), self.spec.codecs, strict=True):
-            array[..., start:stop, :] = self._backend.group_roundtrip(array[..., start:stop, :], codec)
+            rounded = self._backend.group_roundtrip(codec.rotate(array[..., start:stop, :]), codec)
+            array[..., start:stop, :] = codec.rotate_back(rounded)
 
     def trim(self, n: int) -> int:
         """Drop the last ``n`` tokens and return how many were dropped; ``n`` is clamped to the tokens that are there.

@@ -80,7 +80,7 @@ class KIVICache(PackedCache):
         """Position up to which tokens are sinks or quantised for the queries of the last call; the window holds the rest."""
         return self._sinks.count + self._codes.count
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def _restore(self) -> tuple[mx.array, mx.array]:
         if self.frontier == 0:
             return self._window.live()
         return self.backend.restore(self._history(), columns=self.offset)

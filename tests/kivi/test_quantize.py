@@ -9,9 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kivi.quantize import group_dequantize, group_quantize, group_roundtrip, pack, padded_length, smallest_scale, unpack
+from kivi.quantize import (
+    QuantizedGroups,
+    group_dequantize,
+    group_quantize,
+    group_roundtrip,
+    pack,
+    padded_length,
+    smallest_scale,
+    unpack,
+)
+from kivi.spec import GROUP_SIZES, KIVI_BITS, MLX_BITS
 
-BITS = st.sampled_from([2, 4, 8])
+BITS = st.sampled_from(KIVI_BITS)
 GROUPS = st.sampled_from([32, 64, 128])
 AXES = st.sampled_from([-1, -2])
 DTYPES = st.sampled_from([mx.float32, mx.float16, mx.bfloat16])
@@ -86,7 +96,7 @@ def test_pack_and_unpack_are_inverse(data, bits):
     assert mx.array_equal(unpack(words, bits), codes)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", KIVI_BITS)
 def test_packed_triple_is_what_quantized_matmul_takes(bits):
     values = mx.random.normal((2, 3, 40, 64), key=mx.random.key(bits))
     weights = mx.random.normal((2, 3, 5, 40), key=mx.random.key(9))
@@ -101,6 +111,22 @@ def test_packed_triple_is_what_quantized_matmul_takes(bits):
 def test_codes_are_packed_low_bits_first():
     codes = mx.array([1, 2, 3, 0] + [0] * 12, mx.uint8)
     assert pack(codes, 2).item() == 1 | 2 << 2 | 3 << 4
+
+
+def test_codes_of_three_bits_cross_words():
+    codes = mx.array([0] * 10 + [5, 0, 7] + [0] * 8 + [6] + [0] * 10, mx.uint8)
+    assert pack(codes, 3).tolist() == [(5 << 30) % 2**32, 5 >> 2 | 7 << 4 | (6 << 31) % 2**32, 6 >> 1]
+
+
+@pytest.mark.parametrize("bits", MLX_BITS)
+@pytest.mark.parametrize("group", GROUP_SIZES)
+def test_the_words_are_those_of_mlx(bits, group):
+    words, scale, zero = mx.quantize(mx.random.normal((5, 256), key=mx.random.key(bits)), group_size=group, bits=bits)
+    codes = unpack(words, bits)
+    assert codes.shape == (5, 256) and len(set(codes.reshape(-1).tolist())) > 2 ** (bits - 1)
+    assert mx.array_equal(pack(codes, bits), words)
+    restored = group_dequantize(QuantizedGroups(codes, scale, zero), group_size=group, axis=-1, dtype=mx.float32)
+    assert mx.array_equal(restored, mx.dequantize(words, scale, zero, group_size=group, bits=bits))
 
 
 def test_halves_round_to_even():

@@ -51,7 +51,7 @@ def test_the_standard_matrix_keeps_its_minima() -> None:
         ("", "expected a mapping with models, prompt_sets and specs, got NoneType"),
         ("name: x", "specs: is missing"),
         ("specs: [full]\ncolour: red", "colour: no such field"),
-        ("specs: [full, 'kivi:bits=3']", r"specs\[1\]: key_bits=3: KIVI codes have 2, 4 or 8 bits"),
+        ("specs: [full, 'kivi:bits=5']", r"specs\[1\]: key_bits=5: KIVI codes have 2, 3, 4 or 8 bits"),
         (
             "specs: [full]\nmeasure: {score: {length: 10}}",
             "measure.score.length: 10: expected greater than or equal to 64",

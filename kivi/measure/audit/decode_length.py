@@ -41,7 +41,7 @@ class Reading:
 
 
 def check_quality(spec: CacheSpec, reading: Reading, monitor: Monitor, notes: Notes) -> None:
-    """Decode with the spec at 2, 4 and 8 bits and at its own, on the full cache's tokens and free-running.
+    """Decode with the spec at 2, 3, 4 and 8 bits and at its own, on the full cache's tokens and free-running.
 
     Teacher-forced logits differ by the cache's error alone. Free-running logits belong to different texts from the first
     different token on: the distance between the two curves is that divergence.

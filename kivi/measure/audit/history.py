@@ -256,6 +256,7 @@ def _beyond_one_rounding(subject: Subject, given: Pair, put_in: Pair) -> int:
     if given.keys.shape != put_in.keys.shape:
         return given.keys.size + given.values.size
     spec = subject.spec
+    given, put_in = subject.rotated(given), subject.rotated(put_in)
     limits = [
         _half_scale(put_in.keys[..., spec.sink_length :, :].swapaxes(-1, -2), spec.key_bits, spec.group_size).swapaxes(-1, -2),
         _half_scale(put_in.values[..., spec.sink_length :, :], spec.value_bits, spec.group_size),

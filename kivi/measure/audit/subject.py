@@ -84,14 +84,27 @@ class Subject:
         return min(tokens, sinks) + groups * group_size
 
     def as_promised(self, tokens: Pair) -> Pair:
-        """Return ``tokens`` as a cache must give them back: quantised by the definition up to the frontier, else exact."""
+        """Return ``tokens`` as a cache must give them back: quantised by the definition up to the frontier, else exact.
+
+        What a spec rotates is rotated and back again: in a packed cache every token, else those that are quantised.
+        """
         sinks, frontier = self.spec.sink_length, self.frontier(tokens.tokens)
+        stored = self.rotated(tokens)
+        exact = self.rotated_back(stored) if self.packs else tokens
         if frontier <= sinks:
-            return tokens
-        old, codecs = tokens.cut(sinks, frontier), self.spec.codecs
-        rounded = Pair(codecs.keys.roundtrip(old.keys), codecs.values.roundtrip(old.values))
-        parts = (tokens.cut(0, sinks), rounded, tokens.cut(frontier))
+            return exact
+        old = zip(self.spec.codecs, stored.cut(sinks, frontier), strict=True)
+        rounded = self.rotated_back(Pair(*(codec.roundtrip(side) for codec, side in old)))
+        parts = (exact.cut(0, sinks), rounded, exact.cut(frontier))
         return Pair(*(mx.concatenate(list(side), axis=-2) for side in zip(*parts, strict=True)))
+
+    def rotated(self, tokens: Pair) -> Pair:
+        """Return ``tokens`` in the basis that the spec quantises."""
+        return Pair(*(codec.rotate(side) for codec, side in zip(self.spec.codecs, tokens, strict=True)))
+
+    def rotated_back(self, tokens: Pair) -> Pair:
+        """Return what :meth:`rotated` made ``tokens`` of."""
+        return Pair(*(codec.rotate_back(side) for codec, side in zip(self.spec.codecs, tokens, strict=True)))
 
     def expected_bytes(self, tokens: int) -> CacheBytes:
         """Return what the cache must account for ``tokens`` tokens; resident and spare are left at 0."""

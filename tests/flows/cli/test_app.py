@@ -65,7 +65,7 @@ def result_file(tmp_path, make_result):
         ("specs: ['kivi:bits=2']\nthresholds: {'kivi:bits=2': {kl_mean: 0}}", "'kivi:bits=2' matches no cache of this matrix"),
         ("specs: ['kivi:bits=2']\nthresholds: {'kivi-*-auto': {kl_mean: 0}}", "'kivi-*-auto' matches no cache of this matrix"),
         ("spec: [full]\nspecs: [full]", "matrix.yaml: spec: no such field"),
-        ("specs: [kivi:bits=3]", "KIVI codes have 2, 4 or 8 bits"),
+        ("specs: [kivi:bits=5]", "KIVI codes have 2, 3, 4 or 8 bits"),
         ("specs: ['kivi:bits=2,backend=metal', 'kivi:bits=2,backend=cuda']", "use backend=auto or backend=mlx"),
         ("specs: [full]\nmodels: [/no/such/folder]", "model '/no/such/folder': neither"),
         ("specs: [full]\nmodels: [org/name]", "pin a commit"),

@@ -42,7 +42,7 @@ def tracking_dir(tmp_path_factory):
     ("arguments", "sentence"),
     [
         (("compare", "full"), "backends are compared on one layer's cache"),
-        (("compare", "kivi:bits=3"), "KIVI codes have 2, 4 or 8 bits"),
+        (("compare", "kivi:bits=5"), "KIVI codes have 2, 3, 4 or 8 bits"),
         (("compare", "kivi", "--model", "/no/such/folder"), "model '/no/such/folder': neither"),
         (("compare", "kivi", "--settings", "/no/such/file.yaml"), "cannot be read"),
         (("audit", "mlx-quantized:bits=4"), "has byte accounting to be audited"),

@@ -41,7 +41,7 @@ def test_it_is_available_everywhere_and_found_by_name():
 @settings(max_examples=60, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 32, 64, 72, 80])),
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 8]),
     group_size=st.sampled_from([32, 64, 128]),
     dtype=st.sampled_from(DTYPES),
     param_dtype=st.sampled_from(PARAMS),

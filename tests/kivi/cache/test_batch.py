@@ -18,9 +18,9 @@ from kivi.spec import CacheSpec, LayerSpec, SpecError
 KV_HEADS, QUERY_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48
 SPEC = CacheSpec(key_bits=2, value_bits=4, group_size=32, residual_length=40, backend="mlx")
 SINKS = CacheSpec(
-    key_bits=4, value_bits=2, group_size=32, residual_length=5, sink_length=64, param_dtype="float32", backend="mlx"
+    key_bits=4, value_bits=3, rotate="both", residual_length=5, sink_length=64, param_dtype="float32", backend="mlx"
 )
-NO_WINDOW = CacheSpec(residual_length=0, backend="mlx")
+NO_WINDOW = CacheSpec(key_bits=3, rotate="values", residual_length=0, backend="mlx")
 SPECS = {"window": SPEC, "sinks": SINKS, "no window": NO_WINDOW}
 BOUND = 2e-5  # float32, outputs of order 1
 
@@ -264,7 +264,7 @@ def test_a_sliding_mask_is_followed_in_the_history():
 def test_only_packed_caches_of_one_spec_share_a_batch():
     with pytest.raises(SpecError, match="KVCache: a batch of packed caches takes KIVICache rows only"):
         KIVICache.merge([KIVICache(SPEC), KVCache()])
-    with pytest.raises(SpecError, match="kivi-k2v2-g32-r0-mlx: cannot join a batch of kivi-k2v4-g32-r40-mlx"):
+    with pytest.raises(SpecError, match="kivi-k3v2-g32-r0-hv-mlx: cannot join a batch of kivi-k2v4-g32-r40-mlx"):
         KIVICache.merge([KIVICache(SPEC), KIVICache(NO_WINDOW)])
     with pytest.raises(SpecError, match="cannot join a batch of"):
         BatchKIVICache(SPEC, [0]).extend(BatchKIVICache(NO_WINDOW, [0]))

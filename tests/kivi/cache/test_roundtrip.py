@@ -12,6 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from kivi.cache.roundtrip import RoundTripKIVICache
 from kivi.quantize import group_quantize, group_roundtrip
+from kivi.rotation import rotate, rotate_back
 from kivi.spec import CacheSpec, SpecError
 
 
@@ -39,11 +40,12 @@ def feed(cache: RoundTripKIVICache, keys: mx.array, values: mx.array, cuts: list
     cuts=st.lists(st.integers(1, 199), max_size=12),
     residual=st.sampled_from([0, 1, 32, 40]),
     sinks=st.sampled_from([0, 32]),
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    rotate=st.sampled_from(["none", "both"]),
 )
-def test_the_state_does_not_depend_on_how_the_sequence_was_cut(count, cuts, residual, sinks, bits):
+def test_the_state_does_not_depend_on_how_the_sequence_was_cut(count, cuts, residual, sinks, bits, rotate):
     keys, values = tokens(count)
-    what = spec(residual_length=residual, sink_length=sinks, key_bits=bits, value_bits=bits)
+    what = spec(residual_length=residual, sink_length=sinks, key_bits=bits, value_bits=bits, rotate=rotate)
     at_once, chunked = RoundTripKIVICache(what), RoundTripKIVICache(what)
     whole = feed(at_once, keys, values, [])
     parts = feed(chunked, keys, values, sorted(cut for cut in cuts if cut < count))
@@ -51,14 +53,16 @@ def test_the_state_does_not_depend_on_how_the_sequence_was_cut(count, cuts, resi
     assert all(mx.array_equal(a, b).item() for a, b in zip(whole, parts, strict=True))
 
 
+@pytest.mark.parametrize("rotated", ["none", "both"])
 @pytest.mark.parametrize("sinks", [0, 32])
-def test_rounded_are_whole_groups_between_sinks_and_window_and_nothing_else(sinks):
+def test_rounded_are_whole_groups_between_sinks_and_window_and_nothing_else(sinks, rotated):
     keys, values = tokens(200)
-    cache = RoundTripKIVICache(spec(sink_length=sinks))
+    cache = RoundTripKIVICache(spec(sink_length=sinks, rotate=rotated))
+    there, back = (rotate, rotate_back) if rotated == "both" else (mx.array, mx.array)
     fetched_keys, fetched_values = feed(cache, keys, values, [7, 50, 51])
     assert cache.frontier == 160
     for exact, fetched, axis in ((keys, fetched_keys, -2), (values, fetched_values, -1)):
-        rounded = group_roundtrip(exact[..., sinks:160, :], bits=2, group_size=32, axis=axis)
+        rounded = back(group_roundtrip(there(exact[..., sinks:160, :]), bits=2, group_size=32, axis=axis))
         expected = mx.concatenate([exact[..., :sinks, :], rounded, exact[..., 160:, :]], axis=-2)
         assert mx.array_equal(fetched, expected)
 

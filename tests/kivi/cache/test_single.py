@@ -15,6 +15,7 @@ from kivi.cache.packed import MAX_CODE_QUERIES
 from kivi.cache.roundtrip import RoundTripKIVICache
 from kivi.cache.single import DequantizedKIVICache, KIVICache, NonFiniteError
 from kivi.quantize import group_roundtrip
+from kivi.rotation import rotate, rotate_back
 from kivi.spec import CacheSpec, LayerSpec, SpecError
 
 
@@ -37,16 +38,16 @@ def seen_by_first_query(keys: mx.array, values: mx.array, before: int, what: Cac
     """Return what the visibility rule says, from the definition alone: ``before`` tokens were there when the call came."""
     sinks, group = what.sink_length, what.group_size
     frontier = sinks + max(0, before + 1 - sinks - what.residual_length) // group * group
-    if frontier == sinks:
-        return keys, values
-    rounded = [
-        group_roundtrip(x[..., sinks:frontier, :], bits=bits, group_size=group, axis=axis, param_dtype=what.params)
-        for x, bits, axis in ((keys, what.key_bits, -2), (values, what.value_bits, -1))
-    ]
-    return tuple(
-        mx.concatenate([x[..., :sinks, :], old, x[..., frontier:, :]], axis=-2)
-        for x, old in zip((keys, values), rounded, strict=True)
-    )
+    sides = []
+    for x, bits, axis, name in ((keys, what.key_bits, -2, "keys"), (values, what.value_bits, -1, "values")):
+        rotated = what.rotate in (name, "both")
+        stored = rotate(x) if rotated else x
+        old = stored[..., sinks:frontier, :]
+        if frontier > sinks:
+            old = group_roundtrip(old, bits=bits, group_size=group, axis=axis, param_dtype=what.params)
+        seen = mx.concatenate([stored[..., :sinks, :], old, stored[..., max(sinks, frontier) :, :]], axis=-2)
+        sides.append(rotate_back(seen) if rotated else seen)
+    return tuple(sides)
 
 
 def distance(out: mx.array, expected: mx.array) -> float:
@@ -54,11 +55,21 @@ def distance(out: mx.array, expected: mx.array) -> float:
     return (error / mx.max(mx.abs(expected.astype(mx.float32)))).item()
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "key_bits", "value_bits", "rotated"),
+    [
+        (mx.float32, 4, 2, "none"),
+        (mx.float16, 4, 2, "none"),
+        (mx.bfloat16, 4, 3, "none"),
+        (mx.float32, 3, 4, "both"),
+        (mx.float16, 3, 2, "both"),
+        (mx.bfloat16, 8, 3, "values"),
+    ],
+)
 @pytest.mark.parametrize("residual", [0, 5, 32])
 @pytest.mark.parametrize("sinks", [0, 32])
-def test_every_call_attends_to_what_its_first_query_would_see(dtype, residual, sinks):
-    what = spec(residual_length=residual, sink_length=sinks, key_bits=4, value_bits=2)
+def test_every_call_attends_to_what_its_first_query_would_see(dtype, key_bits, value_bits, rotated, residual, sinks):
+    what = spec(residual_length=residual, sink_length=sinks, key_bits=key_bits, value_bits=value_bits, rotate=rotated)
     keys, values = tokens(300, heads=2, value_dim=48, dtype=dtype)
     cache, start = KIVICache(what), 0
     for count in (100, *[1] * 35, 5, 1, MAX_CODE_QUERIES, 40, 1, 30, 1, 1, 60):

@@ -292,7 +292,7 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"--spec": "kivi:bits=3"}, "KIVI codes have 2, 4 or 8 bits"),
+        ({"--spec": "kivi:bits=5"}, "KIVI codes have 2, 3, 4 or 8 bits"),
         ({"--texts": "nowhere.txt"}, "texts 'nowhere.txt' cannot be read"),
         ({"--settings": "broken.json"}, "settings 'broken.json': scores: Extra inputs"),
         ({"--dtype": "int4"}, "dtype='int4'"),

@@ -161,7 +161,7 @@ def test_specs_are_read_from_strings_and_mappings_and_survive_json() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"specs": ["kivi:bits=3"]}, "KIVI codes have 2, 4 or 8 bits"),
+        ({"specs": ["kivi:bits=5"]}, "KIVI codes have 2, 3, 4 or 8 bits"),
         ({"specs": ["kivi:bots=2"]}, "bots: no such option"),
         ({"specs": []}, "at least 1 item"),
         ({"specs": ["full"], "prompt_sets": ["humaneval", "humaneval"]}, "two prompt sets are called 'humaneval'"),

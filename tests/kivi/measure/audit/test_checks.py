@@ -28,9 +28,10 @@ from kivi.spec import CacheSpec, SpecError
 SETTINGS = AuditSettings(decode_steps=40, history=256)
 HONEST = (
     "kivi:bits=2,residual=32,backend=mlx",
-    "kivi:key_bits=4,value_bits=2,group=64,residual=0,sinks=64,backend=mlx,params=float32",
+    "kivi:key_bits=4,value_bits=3,group=64,residual=0,sinks=64,rotate=both,backend=mlx,params=float32",
     "kivi:bits=8,group=128,residual=5,backend=mlx",
     "kivi-roundtrip:bits=2,residual=32,backend=mlx",
+    "kivi-roundtrip:bits=3,residual=32,rotate=both,backend=mlx",
 )
 
 
@@ -159,10 +160,10 @@ def test_quality_is_followed_along_a_decode_at_every_number_of_bits(tiny, texts,
     (check,) = report.checks
     assert report.passed and report.model == "llama, float32"
     found = {finding.evidence.split(":")[0]: finding.numbers for finding in check.findings if finding.name == "quality"}
-    kl = [found[f"kivi-k{bits}v{bits}-g32-r0-mlx"]["kl_mean"] for bits in (2, 4, 8)]
-    assert kl[0] > kl[1] > kl[2] > 0
+    kl = [found[f"kivi-k{bits}v{bits}-g32-r0-mlx"]["kl_mean"] for bits in (2, 3, 4, 8)]
+    assert kl[0] > kl[1] > kl[2] > kl[3] > 0
     curves = {curve.name: curve.values for curve in check.curves}
-    assert len(curves) == 9 and all(len(values) == 12 for values in curves.values())
+    assert len(curves) == 12 and all(len(values) == 12 for values in curves.values())
     forced, free = (curves[f"audit.{name}/{spec.slug}"] for name in ("logit_cosine", "logit_cosine_free"))
     assert forced[0] == free[0] and forced != free  # one run until a token differs, then two
 
