@@ -6,14 +6,15 @@ One sequence of the longest length is scored once a spec, teacher-forced. Codes 
 gives what attention on codes gives up to the noise of floats (`quality.kernel_kl_mean` of a night) in a fifth of the time on a
 CPU. A position sees nothing that comes after it, so the first 1,024 positions of 4,096 are those of a sequence of 1,024. KL is
 the mean over *all* positions of a length, those included that see no quantised key yet, so that every spec is judged on the
-same positions. Bytes are those of live arrays, window, sinks, parameters and spare capacity included, in the dtype that was
-run: a layer's cache is filled with tokens of the model's shape and weighed. A family's curve holds the specs that no other of
-the family beats in both.
+same positions; ``kl_quantized`` leaves out the first 160, which see no quantised key. Bytes are those of live arrays,
+window, sinks, parameters and spare capacity included, in the dtype that was run: a layer's cache is filled with tokens of
+the model's shape and weighed. A family's curve holds the specs that no other of the family beats in both.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import tempfile
 import time
@@ -26,6 +27,7 @@ from timing import parser, report
 
 from kivi.build import make_prompt_cache
 from kivi.measure.arms import Arm
+from kivi.measure.intervals import bootstrap_interval, samples
 from kivi.measure.memory import cache_bytes
 from kivi.measure.quality import divergence
 from kivi.measure.reference import ReferenceStore
@@ -39,37 +41,64 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 SPECS = (
     *(f"mlx-quantized:bits={bits},group=32" for bits in (2, 3, 4, 6, 8)),
-    "kivi:bits=2,residual=0,group=64",
-    "kivi:bits=2,residual=0",
-    "kivi:bits=2,residual=32",
-    "kivi:bits=2,residual=32,sinks=32",
-    "kivi:key_bits=4,value_bits=2,residual=0,sinks=32",
-    "kivi:key_bits=4,value_bits=2,residual=32,sinks=32",
-    "kivi:key_bits=4,value_bits=2,residual=128,sinks=32",
-    "kivi:bits=4,residual=32,sinks=32",
-    "kivi:key_bits=8,value_bits=4,residual=32,sinks=32",
-    "kivi:bits=8,residual=0,group=64",
-    "kivi:bits=8,residual=0",
+    # The settings of README and of docs/cache.md, by size.
+    "kivi:bits=2,group=64,residual=0,rotate=both",
+    "kivi:bits=2,group=64,residual=32,sinks=64,rotate=both",
+    "kivi:bits=2,group=64,residual=128,sinks=64,rotate=both",
+    "kivi:key_bits=3,value_bits=2,group=64,residual=0,rotate=both",
+    "kivi:key_bits=3,value_bits=2,group=64,residual=32,sinks=64,rotate=both",
+    "kivi:key_bits=3,value_bits=2,group=64,residual=128,sinks=64,rotate=both",
+    "kivi:bits=3,group=64,residual=128,sinks=64,rotate=both",
+    "kivi:key_bits=4,value_bits=2,group=64,residual=128,sinks=64,rotate=both",
+    "kivi:key_bits=4,value_bits=3,group=64,residual=0,sinks=64,rotate=both",
+    "kivi:key_bits=4,value_bits=3,group=64,residual=32,sinks=64,rotate=both",
+    "kivi:key_bits=4,value_bits=3,group=64,residual=64,sinks=64,rotate=both",
+    "kivi:key_bits=4,value_bits=3,group=64,residual=128,sinks=64,rotate=both",
+    "kivi:key_bits=4,value_bits=3,group=64,residual=128,rotate=both",
+    "kivi:bits=4,group=64,residual=32,sinks=64,rotate=both",
+    "kivi:bits=4,group=64,residual=128,sinks=64,rotate=both",
+    "kivi:key_bits=8,value_bits=4,group=64,residual=32,sinks=64,rotate=both",
+    "kivi:bits=8,group=64,residual=0,rotate=both",
+    "kivi:bits=8,group=64,residual=0",
     "kivi:bits=8,residual=32",
+    # What rotation, bits and groups are compared with.
+    "kivi:bits=2,residual=128,sinks=32",
+    "kivi:bits=2,residual=128,sinks=32,rotate=both",
+    "kivi:key_bits=3,value_bits=2,residual=128,sinks=32",
+    "kivi:key_bits=3,value_bits=2,group=64,residual=128,sinks=64",
+    "kivi:key_bits=3,value_bits=2,group=64,residual=128,sinks=64,rotate=keys",
+    "kivi:key_bits=3,value_bits=2,group=64,residual=128,sinks=64,rotate=values",
+    "kivi:key_bits=4,value_bits=2,residual=128,sinks=32",
+    "kivi:key_bits=4,value_bits=3,residual=128,sinks=32",
+    "kivi:key_bits=4,value_bits=3,group=64,residual=128,sinks=64",
 )
+FIRST_QUANTIZED = 160  # position from which every spec with a window of 128 or less and 32 sinks has quantised keys
 
 
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     options_of.add_argument("--specs", nargs="+", default=SPECS)
+    options_of.add_argument("--backend", default="auto", help="of the packed caches")
     options_of.add_argument("--model", default=EMBEDDED, help="embedded, or a folder in mlx-lm's form")
+    options_of.add_argument("--dtype", default="auto", help="of the model: float32, float16, bfloat16, stored or auto")
     options_of.add_argument("--texts", help="file with a JSON list of texts; HumanEval by default")
     options = options_of.parse_args()
-    model = load_model(options.model)
+    model = load_model(options.model, dtype=options.dtype)
     texts = json.loads(Path(options.texts).read_text()) if options.texts else humaneval(model)
+    options.texts_sha256 = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     tokens = TokenStream(model.tokenizer, texts).pack(1, max(options.lengths) + 1)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         references = ReferenceStore(Path(folder), 4_000_000_000)
         for text in options.specs:
-            rows += measure(model, tokens, CacheSpec.parse(text), options, references)
+            rows += measure(model, tokens, parse(text, options.backend), options, references)
             report("equal_memory", options, {"model_dtype": model.dtype, "rows": rows, "curves": curves(rows)})
+
+
+def parse(text: str, backend: str) -> CacheSpec:
+    """Read a spec; packed caches run on ``backend``."""
+    return CacheSpec.parse(f"{text},backend={backend}" if text.startswith("kivi") else text)
 
 
 def humaneval(model: LoadedModel) -> Sequence[str]:
@@ -120,11 +149,32 @@ def measure(
             "family": spec.kind,
             "tokens": length,
             "kl_mean": float(np.mean(kl[:length])),
+            "kl_quantized": float(np.mean(kl[FIRST_QUANTIZED:length])),
+            "kl_quantized_interval": interval(kl[FIRST_QUANTIZED:length]),
+            "bits_a_number": bits_a_number(spec),
             "bytes_per_token": bytes_per_token(model, spec, length),
             "seconds": seconds,
         }
         for length in options.lengths
     ]
+
+
+def interval(kl: np.ndarray) -> list[float] | None:
+    """Return the 95 % interval of the mean, by a bootstrap over blocks of positions."""
+    found = bootstrap_interval(*samples([kl]), seed=0)
+    return None if found is None else [found.low, found.high]
+
+
+def bits_a_number(spec: CacheSpec) -> float | None:
+    """Return the bits of a number in the codes of a packed cache, scales and zeros included."""
+    if spec.kind != "kivi":
+        return None
+    tokens, channels = spec.group_size, 4 * spec.group_size
+    return (
+        sum(codec.code_bytes(tokens, channels) + codec.param_bytes(tokens, channels) for codec in spec.codecs)
+        * 8
+        / (2 * tokens * channels)
+    )
 
 
 def bytes_per_token(model: LoadedModel, spec: CacheSpec, tokens: int) -> float:
