@@ -43,9 +43,11 @@ SPECS = (
     *(f"mlx-quantized:bits={bits},group=32" for bits in (2, 3, 4, 6, 8)),
     # The settings of README and of docs/cache.md, by size.
     "kivi:bits=2,group=64,residual=0,rotate=both",
+    "kivi:bits=2,group=64,residual=0,sinks=64,rotate=both",
     "kivi:bits=2,group=64,residual=32,sinks=64,rotate=both",
     "kivi:bits=2,group=64,residual=128,sinks=64,rotate=both",
     "kivi:key_bits=3,value_bits=2,group=64,residual=0,rotate=both",
+    "kivi:key_bits=3,value_bits=2,group=64,residual=0,sinks=64,rotate=both",
     "kivi:key_bits=3,value_bits=2,group=64,residual=32,sinks=64,rotate=both",
     "kivi:key_bits=3,value_bits=2,group=64,residual=128,sinks=64,rotate=both",
     "kivi:bits=3,group=64,residual=128,sinks=64,rotate=both",
@@ -61,6 +63,14 @@ SPECS = (
     "kivi:bits=8,group=64,residual=0,rotate=both",
     "kivi:bits=8,group=64,residual=0",
     "kivi:bits=8,residual=32",
+    # Small groups need small windows, which counts at short lengths.
+    "kivi:bits=2,residual=0,rotate=both",
+    "kivi:key_bits=3,value_bits=2,residual=0,sinks=32,rotate=both",
+    "kivi:key_bits=4,value_bits=3,residual=0,sinks=32,rotate=both",
+    "kivi:bits=4,residual=32,sinks=32,rotate=both",
+    "kivi:key_bits=8,value_bits=4,residual=0,sinks=32,rotate=both",
+    "kivi:key_bits=8,value_bits=4,residual=32,sinks=32,rotate=both",
+    "kivi:bits=8,residual=0,rotate=both",
     # What rotation, bits and groups are compared with.
     "kivi:bits=2,residual=128,sinks=32",
     "kivi:bits=2,residual=128,sinks=32,rotate=both",
