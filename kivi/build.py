@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from kivi.attention import AttentionError, hold_attention, install_attention, probe_attention, release_attention
 from kivi.cache.roundtrip import RoundTripKIVICache
 from kivi.cache.single import KIVICache
+from kivi.rotation import RotationError
 from kivi.spec import CacheSpec, Kind, SpecError
 
 MAKERS: dict[Kind, Callable[[CacheSpec], Any]] = {
@@ -49,7 +50,7 @@ def make_prompt_cache(model: Module, spec: CacheSpec) -> list[Any]:
     Raises:
         AttentionError: No layer can take the cache, or the model computes attention where the codes would not be seen.
         SpecError: ``spec.layers`` names a layer that the model has not, or that keeps its own cache; or mlx-lm's quantised
-            cache cannot hold as many numbers a head as the model has, in so many bits.
+            cache cannot hold as many numbers a head as the model has, in so many bits; or they cannot be rotated.
     """
     plan = _plan_layers(model, spec)
     if any(layer is not None and layer.kind == "kivi" for layer in plan):
@@ -159,8 +160,11 @@ def _plan_layers(model: Module, spec: CacheSpec) -> Plan:
         if wanted[index].kind != "full":
             raise SpecError(f"layers[{index}]: this layer of {_name(model)} keeps its own {type(own[index]).__name__}")
     if spec.kind == "mlx-quantized":
-        for dim in sorted(_head_dims(model, own, able)):
+        for dim in sorted({array.shape[-1] for pair in _held(model, able).values() for array in pair}):
             _require_whole_words(_name(model), dim, spec)
+    if rotated := {index for index in able if wanted[index].rotate != "none"}:
+        for index, pair in _held(model, rotated).items():
+            _require_rotation(_name(model), wanted[index], pair)
     return [layer if index in able and layer.kind != "full" else None for index, layer in enumerate(wanted)]
 
 
@@ -170,11 +174,24 @@ def _require_one_machine(model: Module) -> None:
         raise AttentionError(f"{_name(model)}: its layers are spread over several machines, which wants kind full")
 
 
-def _head_dims(model: Module, own: Sequence[Any], layers: set[int]) -> set[int]:
-    """Return how many numbers a key or a value of ``layers`` has; two tokens use up ``own``, and nothing is evaluated."""
+def _held(model: Module, layers: set[int]) -> dict[int, tuple[mx.array, mx.array]]:
+    """Return keys and values that ``layers`` have of two tokens, for their shapes; nothing is evaluated."""
+    own = _own_make_cache(model)()
     model(mx.array([[0, 0]]), cache=own)
-    held = [own[index] for index in layers if own[index].keys is not None]
-    return {array.shape[-1] for cache in held for array in (cache.keys, cache.values)}
+    return {index: (own[index].keys, own[index].values) for index in sorted(layers) if own[index].keys is not None}
+
+
+def _require_rotation(name: str, spec: CacheSpec, pair: tuple[mx.array, mx.array]) -> None:
+    """Refuse keys or values that are to be rotated and cannot be.
+
+    Raises:
+        SpecError: they have a number of channels without a rotation.
+    """
+    for array, codec in zip(pair, spec.codecs, strict=True):
+        try:
+            codec.require_channels(array.shape[-1])
+        except RotationError as error:
+            raise SpecError(f"rotate={spec.rotate} on {name}: {error}") from None
 
 
 def _require_whole_words(name: str, dim: int, spec: CacheSpec) -> None:

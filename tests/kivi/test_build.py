@@ -74,6 +74,30 @@ def test_what_mlx_lms_quantised_cache_cannot_hold_is_refused_and_nothing_else(ma
             make(model, spec)
 
 
+@pytest.mark.parametrize("kind", ["kivi", "kivi-roundtrip"])
+def test_head_dimensions_that_cannot_be_rotated_are_refused(make_model, kind):
+    spec = CacheSpec(kind=kind, rotate="keys", backend="mlx")
+    for make in (make_prompt_cache, install):
+        with pytest.raises(SpecError, match=r"^rotate=keys on llama: 72 channels cannot be rotated: [^\n]*$"):
+            make(make_model("llama", head_dim=72), spec)
+    bare = CacheSpec(**{**spec.model_dump(), "layers": {index: {"rotate": "none"} for index in range(3)}})
+    assert len(make_prompt_cache(make_model("llama", head_dim=72), bare)) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])  # qwen3: 48 channels; gpt_oss: attention sinks, sliding layers
+def test_a_model_computes_with_rotated_caches_what_it_computes_with_the_unrotated(make_model, name):
+    """Of 8 bits, which leave little error; prefill and decoding both."""
+    model, prompt, logits = make_model(name), mx.arange(90)[None] % 97, {}
+    for rotate in ("none", "both"):
+        spec = CacheSpec(key_bits=8, value_bits=8, residual_length=8, rotate=rotate, param_dtype="float32", backend="mlx")
+        cache = make_prompt_cache(model, spec)
+        steps = [model(prompt[:, start:stop], cache=cache) for start, stop in ((0, 60), (60, 89), (89, 90))]
+        logits[rotate] = mx.concatenate(steps, axis=1)
+    full = model(prompt)
+    errors = {rotate: mx.abs(out - full).max().item() for rotate, out in logits.items()}
+    assert 0 < errors["both"] < 2 * errors["none"] < 0.2 * mx.abs(full).max().item()
+
+
 def test_sliding_layers_keep_their_cache_and_are_listed(make_model):
     caches = make_prompt_cache(make_model("gpt_oss"), KIVI)
     assert kinds(caches) == [RotatingKVCache, KIVICache, RotatingKVCache, KIVICache]
