@@ -62,18 +62,3 @@ def _prefect_setting(error: BaseException) -> str:
     given = (name for name, value in os.environ.items() if name.startswith("PREFECT_") and value == first["input"])
     name = next((name for name in given if name.endswith(field.upper())), f"Prefect's setting {field}")
     return f"{name}={reason(first)}; correct it, or unset it for Prefect's default"
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
-
-
-def interruption(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the Ctrl-C or SIGTERM that ``error`` is, or that was on its way out when ``error`` came up.
-
-    Prefect's task engine, interrupted before it has made its task run, raises ``ValueError: Task run is not set`` instead.
-    """
-    at: BaseException | None = error
-    while at is not None and not isinstance(at, KeyboardInterrupt):
-        at = at.__cause__ or at.__context__
-    return at

@@ -267,7 +267,7 @@ def _older_objects_are_no_garbage() -> None:
 def kivi_command() -> tuple[str, ...]:
     """The command `kivi` as at a terminal: a shell that runs tests in the background has theirs ignore Ctrl-C."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    return (sys.executable, "-c", f"{heard}; from flows.cli.app import main; main()")
+    return (sys.executable, "-c", f"{heard}; from flows.__main__ import main; main()")
 
 
 @pytest.fixture(scope="session")

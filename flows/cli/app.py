@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +16,8 @@ from flows.cli import checks as cli_checks
 from flows.cli import store as cli_store
 from flows.cli.commands import (
     FAILED,
-    INTERRUPTED,
     MLRUNS,
     PASSED,
-    TERMINATED,
     AsJson,
     TrackingDir,
     result_console,
@@ -178,16 +175,6 @@ def ui(
 
         code = serve(tracking_dir, port, show)
     raise typer.Exit(code)
-
-
-def main() -> None:
-    """Run the command line: 0 passed, 1 a regression or a failed cell, 2 bad usage or configuration."""
-    try:
-        app()
-    except SystemExit as end:
-        if end.code in {INTERRUPTED, TERMINATED}:
-            sys.unraisablehook = lambda _: None  # what a signal found half built falls apart now, and would say so
-        raise
 
 
 def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:

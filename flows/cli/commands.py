@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.errors import Terminated, interruption, sentence
+from flows import interruption
+from flows.errors import sentence
 
 PASSED, FAILED, USAGE = 0, 1, 2
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # what shells expect of a command that a signal ended
 
 TrackingDir = Annotated[Path, typer.Option("--tracking-dir", help="Folder of the MLflow store, results and reports.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
@@ -27,35 +26,20 @@ MLRUNS = Path("mlruns")
 def sentences() -> Iterator[None]:
     """Turn what a user can mend into one sentence on stderr and exit code 2; all else keeps its traceback.
 
-    Ctrl-C and SIGTERM are a sentence too, and exit code 130 or 143.
+    After Ctrl-C or SIGTERM the command ends here, whether the block raised or something in it took the exception.
     """
     try:
-        with terminable():
-            yield
-    except BaseException as error:
+        yield
+    except Exception as error:
         from tasks.sanitize import visible
 
-        if (signalled := interruption(error)) is not None:
-            sys.stderr.write("kivi: interrupted; what is finished is kept, and the same command goes on from there\n")
-            raise typer.Exit(TERMINATED if isinstance(signalled, Terminated) else INTERRUPTED) from None
+        interruption.settle()
         if not (said := sentence(error)):
             raise
         sys.stderr.write(f"kivi: {visible(said)}\n")
         raise typer.Exit(USAGE) from None
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Have SIGTERM unwind as Ctrl-C does, so that no server which Prefect started for a flow outlives the command."""
-
-    def terminate(*_: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        interruption.settle()
 
 
 class _ResultConsole(Console):
@@ -82,9 +66,10 @@ def run_flow(flow: Callable[[], Any]) -> Any:
     """
     from flows.cli.terminal import logging_to, progress
     from flows.progress import listening
+    from flows.serve.prefect_server import reachable
 
     console = Console(stderr=True)
-    with progress(console) as shown, logging_to(console), listening(shown):
+    with progress(console) as shown, reachable(), logging_to(console), listening(shown):
         state = flow()
     result = state.result(raise_on_failure=False)
     if isinstance(result, BaseException):

@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from flows import interruption
 from flows.cli.commands import MLRUNS
 from flows.nightly import NightResult
 from tasks import paths as places
@@ -42,13 +43,15 @@ class Bars:
         )
         self._cells = self._progress.add_task("preparing", total=None)
         self._steps = self._progress.add_task("", total=None, visible=False)
+        self._context = ExitStack()
 
     def __enter__(self) -> Bars:
-        self._progress.start()
+        self._context.enter_context(interruption.clearing(self._progress.stop))
+        self._context.enter_context(self._progress)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self._context.close()
 
     def planned(self, plan: Plan) -> None:
         self._progress.update(self._cells, description="cells", total=len(plan.cells))

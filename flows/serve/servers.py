@@ -28,6 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from flows.serve.background import Background, Process, ServerError, background, free_port, refusal
 from flows.serve.deployments import FILE, POOL, deploy
+from flows.serve.guard import guarded
 from tasks.config import ConfigError
 from tasks.paths import ARTIFACTS, UI_PORT
 from tasks.tracking.store import TRACKING_URI, TrackingError, database_uri, require_address, writer
@@ -184,7 +185,7 @@ def mlflow_server(tracking_dir: Path, host: str, port: int, instead: Mapping[str
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **(instead or {}),
     }
-    return Launch(command, settings, f"http://{host}:{port}")
+    return Launch(guarded(command), settings, f"http://{host}:{port}")  # it leaves the serving to a child
 
 
 def launch_worker(name: str, folder: Path, api: str, mlflow: str = "") -> Launch:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from flows import interruption
 from flows.serve.background import POLL_S, end_tree, refusal
 from flows.serve.servers import HOST, answers, mlflow_server
 from tasks import paths as places
@@ -64,18 +65,19 @@ def serve(tracking_dir: Path, port: int, ready: Callable[[], None]) -> int:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     command = [*launch.command, "--uvicorn-opts", "--log-level warning"]
-    server = subprocess.Popen(  # noqa: S603  ours
-        command, env=launch.environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
-    )
-    try:
-        while server.poll() is None and not answers(f"{launch.address}/health"):
-            time.sleep(POLL_S)
-        if server.poll() is None:
-            ready()
-        code = server.wait()
-        return code if code >= 0 else 128 - code
-    except KeyboardInterrupt:  # SIGTERM is one, too
-        return 0
-    finally:
-        if server.poll() is None:
-            end_tree(psutil.Process(server.pid))
+    with interruption.left_to_the_block():
+        server = subprocess.Popen(  # noqa: S603  ours
+            command, env=launch.environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+        )
+        try:
+            while server.poll() is None and not answers(f"{launch.address}/health"):
+                time.sleep(POLL_S)
+            if server.poll() is None:
+                ready()
+            code = server.wait()
+            return code if code >= 0 else 128 - code
+        except KeyboardInterrupt:  # SIGTERM is one, too
+            return 0
+        finally:
+            if server.poll() is None:
+                end_tree(psutil.Process(server.pid))

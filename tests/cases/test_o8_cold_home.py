@@ -24,8 +24,12 @@ def test_the_command_runs_with_a_cold_prefect_home(smoke_night, smoke_config, tm
     tracking_dir = tmp_path / "mlruns"
     shutil.copytree(smoke_night[0] / RESULTS, tracking_dir / RESULTS)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment["PREFECT_HOME"] = str(tmp_path / "prefect")
-    command = [sys.executable, "-c", "from flows.cli.app import main; main()", "nightly", "--json"]
+    home = tmp_path / "prefect"
+    home.mkdir()
+    (home / "prefect.db").write_text("of another version")  # the temporary server has a home of its own
+    environment["PREFECT_HOME"] = str(home)
+    environment["KIVI_CACHE_DIR"] = str(tmp_path / "cache")  # with no database made earlier
+    command = [sys.executable, "-c", "from flows.__main__ import main; main()", "nightly", "--json"]
     command += ["--config", smoke_config, "--tracking-dir", tracking_dir]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -34,3 +38,4 @@ def test_the_command_runs_with_a_cold_prefect_home(smoke_night, smoke_config, tm
     assert [cell["reused"] for cell in printed["cells"]] == [True, True]
     assert "Traceback" not in done.stderr
     assert "prefect" not in done.stderr.lower()
+    assert (home / "prefect.db").read_text() == "of another version"

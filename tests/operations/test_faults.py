@@ -43,7 +43,7 @@ def test_a_full_disk_ends_the_night_at_once_with_one_sentence(
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(json.dumps(tiny_matrix))
     tracking_dir = tmp_path / "mlruns"
-    command = [sys.executable, "-c", "from flows.cli.app import main; main()", "nightly"]
+    command = [sys.executable, "-c", "from flows.__main__ import main; main()", "nightly"]
     command += ["--config", str(tmp_path / "tiny.yaml"), "--tracking-dir", str(tracking_dir)]
     environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
     done = subprocess.run(

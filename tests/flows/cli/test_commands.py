@@ -1,53 +1,18 @@
-"""What the commands share: how a flow that was stopped becomes a sentence and an exit code."""
+"""What the commands share: how an error becomes a sentence and an exit code, and output that nobody reads."""
 
 from __future__ import annotations
 
-import os
-import signal
+import re
 import subprocess
 import sys
 
-import prefect
 import pytest
 import typer
 from mlflow.exceptions import MlflowException
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli.commands import INTERRUPTED, TERMINATED, USAGE, run_flow, sentences
-
-
-class Interrupting(dict):
-    """Arguments at which Ctrl-C arrives while Prefect looks through them, before it has made the task run."""
-
-    def items(self):
-        raise KeyboardInterrupt
-
-
-@prefect.task
-def cell(arguments):
-    return len(arguments)
-
-
-@prefect.flow
-def night():
-    return cell(Interrupting(a=1), return_state=True)
-
-
-def test_ctrl_c_before_prefect_has_made_a_task_run_is_a_sentence(prefect_server, capfd):
-    with pytest.raises(typer.Exit) as ended, sentences():
-        run_flow(lambda: night(return_state=True))
-    assert ended.value.exit_code == INTERRUPTED
-    said = capfd.readouterr().err
-    assert said.splitlines()[-1].startswith("kivi: interrupted; what is finished is kept")
-    assert "Traceback" not in said
-
-
-def test_sigterm_is_a_sentence_and_its_handler_goes_with_the_command(capfd):
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(typer.Exit) as ended, sentences():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert ended.value.exit_code == TERMINATED
-    assert capfd.readouterr().err.startswith("kivi: interrupted; what is finished is kept")
-    assert signal.getsignal(signal.SIGTERM) is before
+from flows.cli.commands import USAGE, run_flow, sentences
+from flows.serve.background import free_port
 
 
 @pytest.mark.parametrize("shown", ["console.print('x ' * 10**5)", "print('x' * 10**6)", "console.print('x')"])
@@ -74,39 +39,19 @@ def test_another_error_of_the_system_keeps_its_traceback(tmp_path):
         (tmp_path / "missing").open()
 
 
-def test_an_error_in_answer_to_an_error_is_no_interruption():
-    with pytest.raises(ValueError, match="second"), sentences():
-        try:
-            raise ValueError("first")
-        except ValueError:
-            raise ValueError("second")  # noqa: B904  its context is what is tested
-
-
-@pytest.mark.parametrize(("code", "quiet"), [(INTERRUPTED, True), (TERMINATED, True), (1, False)])
-def test_what_a_signal_found_half_built_says_nothing_more(code, quiet):
-    """A lock of another library, interrupted in its own __init__, has a __del__ that fails when the command ends."""
-    script = f"""
-from flows.cli import app as cli
-
-class Half:
-    def __del__(self):
-        self.never_set
-
-def app():
-    half = Half()
-    raise SystemExit({code})
-
-cli.app = app
-cli.main()
-"""
-    command = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert command.returncode == code
-    assert (command.stderr == "") == quiet, command.stderr
-
-
 def test_a_full_disk_is_a_sentence(capfd):
     with pytest.raises(typer.Exit) as ended, sentences():
         raise MlflowException("(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs ...]")
     assert ended.value.exit_code == USAGE
     said = "kivi: MLflow's database: database or disk is full; mend it and run again: what is finished is kept\n"
     assert capfd.readouterr().err == said
+
+
+def test_a_prefect_server_that_is_set_and_does_not_answer_is_a_sentence(capfd):
+    dead = f"http://user:password@127.0.0.1:{free_port('127.0.0.1', 4300)}/api"
+    with temporary_settings({PREFECT_API_URL: dead}), pytest.raises(typer.Exit) as ended, sentences():
+        run_flow(lambda: pytest.fail("the flow was started"))
+    assert ended.value.exit_code == USAGE
+    (said,) = capfd.readouterr().err.splitlines()
+    shown = re.escape(dead.replace("user:password", "[user]"))
+    assert re.match(rf"kivi: PREFECT_API_URL={shown}: no Prefect server answers \(.*\); start it, or", said)
