@@ -37,6 +37,9 @@ from kivi.spec import CacheSpec
 from tasks.config import ModelConfig
 from tasks.run.night import Night, Outcome, PromptSource, cell_of, digest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from browser import tab  # noqa: F401  a fixture
+
 SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
 
 MakeResult = Callable[..., CellResult]

@@ -66,7 +66,7 @@ def run_flow(flow: Callable[[], Any]) -> Any:
     """
     from flows.cli.terminal import logging_to, progress
     from flows.progress import listening
-    from flows.serve.prefect_server import reachable
+    from flows.serve.temporary_server import reachable
 
     console = Console(stderr=True)
     with progress(console) as shown, reachable(), logging_to(console), listening(shown):

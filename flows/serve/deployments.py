@@ -1,21 +1,48 @@
-"""The deployments of prefect.yaml on a Prefect server: made, and compared with the code."""
+"""The deployments of prefect.yaml and their work pools on a Prefect server: made, and compared with the code."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import yaml
 
 from flows.serve.background import ServerError
 
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
 POOL = "kivi"
 FILE = "prefect.yaml"
+# What a work pool lets a run choose of its process: nothing. Prefect's own has the command, its folder and its environment.
+TEMPLATE = Path(__file__).parents[1] / "configs" / "pool.json"
 DEPLOY_S = 300
+
+
+def client(api: str) -> SyncPrefectClient:
+    """Return Prefect's client of the server at ``api``, authorised as Prefect's settings say."""
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.settings import PREFECT_API_AUTH_STRING
+
+    return SyncPrefectClient(api, auth_string=PREFECT_API_AUTH_STRING.value())
+
+
+def prepare_pools(api: str, project: Path) -> None:
+    """Make the work pools of ``project``'s deployments on the server at ``api``, or give those there :data:`TEMPLATE`."""
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectNotFound
+
+    template = _template()
+    with client(api) as server:
+        for pool in _pools(project):
+            try:
+                server.update_work_pool(pool, WorkPoolUpdate(base_job_template=template))
+            except ObjectNotFound:
+                server.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
 
 
 def deploy(api: str, project: Path, environment: Mapping[str, str]) -> None:
@@ -38,16 +65,21 @@ def deploy(api: str, project: Path, environment: Mapping[str, str]) -> None:
 def drift(api: str, project: Path) -> Iterator[str]:
     """Yield a sentence for each deployment of prefect.yaml that is missing on the server or has other parameters than the code.
 
-    A server with an older schema would show a form that the flow no longer takes, and refuse what it does take.
+    A server with an older schema would show a form that the flow no longer takes, and refuse what it does take. A work pool
+    with another template than :data:`TEMPLATE` is one more difference.
     """
-    found = httpx.post(f"{api}/deployments/filter", json={}, timeout=30).raise_for_status().json()
-    deployed = {deployment["entrypoint"]: deployment for deployment in found}
+    with client(api) as server:
+        deployed = {deployment.entrypoint: deployment for deployment in server.read_deployments()}
+        templates = {pool.name: pool.base_job_template for pool in server.read_work_pools()}
+    for pool in _pools(project):
+        if templates.get(pool) != _template():
+            yield f"work pool {pool}: runs may choose the command of their process"
     for entry in read(project):
         name, entrypoint = entry["name"], entry["entrypoint"]
         deployment = deployed.get(entrypoint)
-        if deployment is None or deployment["name"] != name:
+        if deployment is None or deployment.name != name:
             yield f"{name}: is not on the server"
-        elif deployment["parameter_openapi_schema"] != load(entrypoint).parameters.model_dump_for_openapi():
+        elif deployment.parameter_openapi_schema != load(entrypoint).parameters.model_dump_for_openapi():
             yield f"{name}: the server knows other parameters than this version of the code"
 
 
@@ -55,6 +87,15 @@ def read(project: Path) -> list[dict[str, Any]]:
     """Return the deployments of ``project``'s prefect.yaml."""
     entries: list[dict[str, Any]] = yaml.safe_load((project / FILE).read_text(encoding="utf-8"))["deployments"]
     return entries
+
+
+def _pools(project: Path) -> list[str]:
+    return sorted({entry["work_pool"]["name"] for entry in read(project)})
+
+
+def _template() -> dict[str, Any]:
+    template: dict[str, Any] = json.loads(TEMPLATE.read_bytes())
+    return template
 
 
 def load(entrypoint: str) -> Any:

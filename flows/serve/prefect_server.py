@@ -1,132 +1,103 @@
-"""The Prefect server that a command's flows report to: the one that is set, or a temporary one of the command's own.
+"""Prefect's server as ``make up`` starts it: one that no foreign web page reaches through a browser of this machine.
 
-Prefect would start a temporary one itself, in the command's process group, where Ctrl-C ends it first, on the database in the
-user's home, which may be of another version.
+Whoever may ask Prefect's API runs commands, and it takes any ``Host`` and, by default, any ``Origin``. A request here needs:
+
+- a host that is an IP address, ``localhost``, the name that the server listens on, or that of an origin in
+  ``PREFECT_SERVER_CORS_ALLOWED_ORIGINS``. Any other may be a foreign site's that resolves to this machine (DNS rebinding);
+- where it has an origin, as browsers give all that could change something: the host's own, or one of that variable.
+
+CORS alone would stop neither the first nor a POST without a content type, which needs no preflight and which Prefect takes
+for JSON. Websockets are held to the same.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import shutil
-import socket
-import sqlite3
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
-import httpx
-import prefect
-from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, temporary_settings
+import uvicorn
+from prefect.server.api.server import create_app
+from prefect.settings import (
+    PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
+    PREFECT_UI_API_URL,
+    get_current_settings,
+    temporary_settings,
+)
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
-from flows.serve.guard import guarded
-from kivi.models.embedded import cache_dir
-from tasks.config import ConfigError
-from tasks.secrets import redact
-
-ANSWERS_S = 5.0
-POLL_S = 0.1
-HOST = "127.0.0.1"
-DATABASE = "prefect.db"
-PROFILE = ("PREFECT_PROFILE", "PREFECT_PROFILES_PATH")  # the user's, which the server's own home does not have
-LOG_LINES = 15
+ORIGINS = PREFECT_SERVER_CORS_ALLOWED_ORIGINS.name
 
 
-@contextmanager
-def reachable() -> Iterator[None]:
-    """Have the flows of the block report to a Prefect server that answers.
+class Guard:
+    """An ASGI application that refuses foreign hosts and origins with status 403, and gives all else to another.
 
-    Raises:
-        ConfigError: the one that is set does not answer.
-        RuntimeError: a temporary one does not start.
+    Args:
+        app: The other.
+        host: The name that the server listens on.
+        origins: Origins that are let in beside the server's own, e.g. ``https://lab.example``; ``*`` lets in everybody.
     """
-    if url := PREFECT_API_URL.value():
-        if reason := _silent(url):
-            raise ConfigError(
-                f"PREFECT_API_URL={redact(url)}: no Prefect server answers ({redact(reason)}); start it, or for a "
-                "temporary one unset the variable, or the profile's setting with: prefect config unset PREFECT_API_URL"
-            )
-        yield
-        return
-    with temporary_settings({PREFECT_API_URL: temporary_server()}):
-        yield
+
+    def __init__(self, app: ASGIApp, host: str, origins: Sequence[str]) -> None:
+        self._app = app
+        self._origins = frozenset(origins)
+        self._names = {"localhost", host, *map(_name, (urlsplit(origin).netloc for origin in origins))}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = "" if scope["type"] == "lifespan" else self.refusal(Headers(scope=scope))
+        if not reason:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await WebSocketClose(reason=reason)(scope, receive, send)
+        else:
+            await PlainTextResponse(reason, status_code=403)(scope, receive, send)
+
+    def refusal(self, headers: Headers) -> str:
+        """Return why a request is refused, nothing for one that is let in."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if "*" in self._origins:
+            return ""
+        if _name(host) not in self._names and not _is_address(_name(host)):
+            return f"host {host!r:.80} is none of this server's; to let it in, name its origin in {ORIGINS}"
+        if origin is None or origin in self._origins or origin in {f"http://{host}", f"https://{host}"}:
+            return ""
+        return f"origin {origin!r:.80} is none of this server's; to let it in, name it in {ORIGINS}"
 
 
-@functools.cache
-def temporary_server() -> str:
-    """Start a server that ends with this process, however it ends; return the address of its API.
-
-    Its home is a folder of its own, whose database is copied from an empty one of this Prefect version, kept in the cache
-    folder: making one takes Prefect longer than all else.
-
-    Raises:
-        RuntimeError: it ended at once, or took too long.
-    """
-    home = Path(tempfile.mkdtemp(prefix="kivi-prefect-"))
-    empty = cache_dir() / "prefect" / f"{prefect.__version__}.db"
-    if empty.exists():
-        shutil.copyfile(empty, home / DATABASE)
-    owner, _held = os.pipe()  # this process holds the other end until it ends
-    with (home / "log").open("wb") as log:
-        try:
-            server, address = _start(home, owner, log.fileno())
-        finally:
-            os.close(owner)
-    until = time.monotonic() + PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
-    while reason := _silent(address):
-        if server.poll() is not None or time.monotonic() > until:
-            empty.unlink(missing_ok=True)  # perhaps damaged
-            said = (home / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-            raise RuntimeError("\n".join([f"the temporary Prefect server does not start: {reason}", *said]))
-        time.sleep(POLL_S)
-    if not empty.exists():
-        _keep(home / DATABASE, empty)
-    return address
-
-
-def _start(home: Path, owner: int, log: int) -> tuple[subprocess.Popen[bytes], str]:
-    """Start the server as Prefect starts its temporary ones, but guarded; return it and the address of its API."""
-    with socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
-    options = ["--host", HOST, "--port", str(port), "--log-level", "error", "--lifespan", "on", "--factory"]
-    command = [sys.executable, "-m", "uvicorn", *options, "prefect.server.api.server:create_app"]
-    own = {name: value for name, value in os.environ.items() if name not in PROFILE}
-    settings = {
-        "PREFECT_HOME": str(home),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / DATABASE}",
-        "PREFECT_UI_ENABLED": "0",
-        "PREFECT__SERVER_EPHEMERAL": "1",
-        "PREFECT__SERVER_FINAL": "1",
-    }
-    server = subprocess.Popen(  # noqa: S603  ours
-        guarded(command, owner=owner, remove=home),
-        env={**own, **settings},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=(owner,),
-        start_new_session=True,
-    )
-    return server, f"http://{HOST}:{port}/api"
-
-
-def _silent(api: str) -> str:
-    """Return why no server answers there, nothing when one does. One that asks for a password answers."""
+def _name(netloc: str) -> str:
+    """Return the host of ``host:port``, in lower case; nothing for what is none."""
     try:
-        answer = httpx.get(f"{api}/health", timeout=ANSWERS_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return str(error) or type(error).__name__
-    return f"status {answer.status_code}" if answer.is_server_error else ""
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:
+        return ""
 
 
-def _keep(database: Path, empty: Path) -> None:
-    """Copy a database that has just been made, all of it or nothing; commands that do so at once do no harm."""
-    empty.parent.mkdir(parents=True, exist_ok=True)
-    draft = empty.with_suffix(f".{os.getpid()}.draft")
-    with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(draft)) as target:
-        source.backup(target)
-    draft.replace(empty)
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Serve where Prefect's settings say. Its pages ask the server that they came from, whatever name that was reached by."""
+    api = get_current_settings().server.api
+    own = {PREFECT_SERVER_CORS_ALLOWED_ORIGINS: f"http://{api.host}:{api.port}", PREFECT_UI_API_URL: api.base_path or "/api"}
+    with temporary_settings(set_defaults=own):
+        uvicorn.run(
+            Guard(create_app(final=True), api.host, PREFECT_SERVER_CORS_ALLOWED_ORIGINS.value().split(",")),
+            host=api.host,
+            port=api.port,
+            timeout_keep_alive=api.keepalive_timeout,
+            ws_ping_interval=api.websocket_ping_interval,
+            ws_ping_timeout=api.websocket_ping_timeout,
+            log_level=get_current_settings().server.logging_level.lower(),
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
 from flows.serve.background import Background, Process, ServerError, background, free_port, refusal
-from flows.serve.deployments import FILE, POOL, deploy
+from flows.serve.deployments import FILE, POOL, TEMPLATE, deploy, prepare_pools
 from flows.serve.guard import guarded
 from tasks.config import ConfigError
 from tasks.paths import ARTIFACTS, UI_PORT
@@ -72,6 +72,7 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
     processes.wait(prefect, lambda: answers(f"{prefect.address}/api/health"))
     processes.wait(mlflow, lambda: answers(f"{mlflow.address}/health"))
     api, through = f"{prefect.address}/api", mlflow.address if BACKEND in os.environ else ""
+    prepare_pools(api, project)
     workers = {}
     for name, pool in pools:
         present = processes.running(name)
@@ -161,8 +162,8 @@ def run(name: str, tracking_dir: Path) -> NoReturn:
 def launch_prefect(folder: Path, port: int = PREFECT_PORT) -> Launch:
     """Return how Prefect's server is started, with its database in ``folder`` unless the environment names another."""
     host, port = _listen(PREFECT, port)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(port)]
-    return Launch(command, _home(folder), f"http://{host}:{port}")
+    settings = {**_home(folder), f"{PREFECT}_HOST": host, f"{PREFECT}_PORT": str(port)}
+    return Launch([sys.executable, "-m", "flows.serve.prefect_server"], settings, f"http://{host}:{port}")
 
 
 def launch_mlflow(tracking_dir: Path, port: int = UI_PORT) -> Launch:
@@ -199,6 +200,7 @@ def launch_worker(name: str, folder: Path, api: str, mlflow: str = "") -> Launch
     """
     pool, options = (POOL, []) if name == "worker" else (_cells_pool(), ["--limit", "1"])
     command = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--pool", pool]
+    command += ["--base-job-template", str(TEMPLATE)]  # of a pool that is not there yet
     settings = {**_home(folder), "PREFECT_API_URL": api}
     settings.setdefault("PREFECT_WORKER_QUERY_SECONDS", QUERY_S)
     if mlflow:
