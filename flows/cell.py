@@ -24,11 +24,13 @@ from tasks.run.result_transfer import between_machines, fetch, send
 from tasks.secrets import guard_logs
 from tasks.tracking.store import writer
 
+What = Literal["measure", "time"]
+
 
 class Part(Config):
     """What a worker does of a night: cells of one model and prompt set, as the night's plan has them."""
 
-    what: Literal["measure", "time"] = Field(description="measure one cell, or time the caches of several, interleaved")
+    what: What = Field(description="measure one cell, or time the caches of several, interleaved")
     config: NightlyConfig = Field(description="the night's matrix, cut down to these cells, backends chosen")
     keys: tuple[str, ...] = Field(min_length=1, description="keys of the cells, which this machine must come to as well")
     night: str = Field(description="what the night is called")

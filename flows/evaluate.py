@@ -8,7 +8,8 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from pydantic import TypeAdapter
 
-from flows.nightly import NightResult, run_matrix
+from flows.matrix import run_matrix
+from flows.results import NightResult
 from kivi.measure.settings import MeasureSettings
 from tasks.config import Model, NightlyConfig, Prompts, Spec, Thresholds
 from tasks.run.night import EVALUATE
@@ -42,13 +43,6 @@ def evaluate(
         tracking_dir: Folder of the MLflow store, of finished results and of reports.
         refresh: Measure anew.
     """
-    return run_matrix(single(model, prompts, spec, measure, thresholds or {}), tracking_dir, refresh)
-
-
-def single(
-    model: Model, prompts: Prompts, spec: Spec, measure: MeasureSettings, thresholds: dict[str, Thresholds]
-) -> NightlyConfig:
-    """Return the matrix of one cell."""
-    return NightlyConfig(
-        name=EVALUATE, models=(model,), prompt_sets=(prompts,), specs=(spec,), measure=measure, thresholds=thresholds
-    )
+    one = {"models": (model,), "prompt_sets": (prompts,), "specs": (spec,)}
+    config = NightlyConfig(name=EVALUATE, **one, measure=measure, thresholds=thresholds or {})
+    return run_matrix(config, tracking_dir, refresh)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flows.cell import Part
+from flows.cell import Part, What
 from kivi.measure.results import CellResult
 from tasks.config import NightlyConfig
 from tasks.run.cells import throughput_key
@@ -26,31 +27,34 @@ class FannedOut(NamedTuple):
     failed: dict[str, str] = {}  # noqa: RUF012  the empty one is never changed
 
 
+@dataclass
 class Dispatch:
-    """Sends the parts of one night to workers and brings back what they measured."""
+    """Sends the parts of one night to workers and brings back what they measured.
 
-    def __init__(
-        self,
-        config: NightlyConfig,
-        night: Night,
-        store: ResultStore,
-        tracking_dir: Path,
-        log: Callable[[str], None],
-        refresh: bool,
-    ) -> None:
-        self._config = config
-        self._night = night
-        self._store = store
-        self._tracking_dir = tracking_dir
-        self._log = log
-        self._refresh = refresh
-        self._run_id = ""
-        if between_machines():
-            with writer(tracking_dir) as tracking:
-                self._run_id = open_night(tracking, night, refresh)
+    Attributes:
+        config: The night's matrix.
+        night: Its name, without outcomes.
+        store: Where results come to.
+        tracking_dir: The tracking folder, which workers use under the same path.
+        log: Told of what goes wrong on the way.
+        refresh: Measure anew what is in the store.
+        run_id: The night's run on the team's MLflow server, when there is one.
+    """
+
+    config: NightlyConfig
+    night: Night
+    store: ResultStore
+    tracking_dir: Path
+    log: Callable[[str], None]
+    refresh: bool
+    run_id: str = ""
 
     def run(self, plan: Plan) -> FannedOut:
         """Have all cells measured, then the caches of each model and prompt set timed, except what is in the store."""
+        if between_machines():
+            expected = self.night.model_copy(update={"outcomes": tuple(Outcome(cell=cell) for cell in plan.cells)})
+            with writer(self.tracking_dir) as tracking:
+                self.run_id = open_night(tracking, expected, self.refresh)
         cells = self._missing(cell.key for cell in plan.cells)
         failed = self._do([self._job("measure", [cell]) for cell in plan.cells if cell.key in cells], cells)
         groups = {
@@ -64,7 +68,7 @@ class Dispatch:
 
     def _missing(self, keys: Iterable[str]) -> set[str]:
         wanted = set(keys)
-        if self._refresh:
+        if self.refresh:
             return wanted
         missing = {key for key in wanted if not self._has(key)}
         self._fetch(missing)
@@ -72,81 +76,50 @@ class Dispatch:
 
     def _has(self, key: str) -> bool:
         if key.startswith("throughput-"):
-            return self._store.read(key, ThroughputResult) is not None
-        return self._store.read(key, CellResult) is not None
+            return self.store.read(key, ThroughputResult) is not None
+        return self.store.read(key, CellResult) is not None
 
     def _do(self, jobs: Sequence[Job], keys: set[str]) -> dict[str, str]:
-        old = {key: self._written(key) for key in keys} if self._refresh else {}
-        failed = run_jobs(jobs, self._log, self._config.queue)
+        old = {key: self._written(key) for key in keys} if self.refresh else {}
+        failed = run_jobs(jobs, self.log, self.config.queue)
         self._fetch(keys - failed.keys())
-        for key in keys - failed.keys():
-            if self._written(key) in {None, old.get(key)}:
-                failed[key] = (
-                    f"its worker is done, but its result is not in {self._store.folder}: share that, or an MLflow server"
-                )
-        return failed
+        lost = f"its worker is done, but its result is not in {self.store.folder}: share that, or an MLflow server"
+        return failed | {key: lost for key in keys - failed.keys() if self._written(key) in {None, old.get(key)}}
 
     def _written(self, key: str) -> tuple[int, int] | None:
         """Return what tells a result's file from one that takes its place; None where there is none."""
         try:
-            status = self._store.path(key).stat()
+            status = self.store.path(key).stat()
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_mtime_ns
 
     def _fetch(self, keys: set[str]) -> None:
         if keys and between_machines():
-            with writer(self._tracking_dir) as tracking:
-                fetch(tracking, self._run_id, self._store, sorted(keys))
+            with writer(self.tracking_dir) as tracking:
+                fetch(tracking, self.run_id, self.store, sorted(keys))
 
-    def _job(self, what: str, cells: Sequence[Cell]) -> Job:
+    def _job(self, what: What, cells: Sequence[Cell]) -> Job:
         first, keys = cells[0], tuple(cell.key for cell in cells)
-        prompts = next(prompts for prompts in self._config.prompt_sets if prompts.name == first.prompt_set)
+        prompts = next(prompts for prompts in self.config.prompt_sets if prompts.name == first.prompt_set)
         specs = tuple(cell.spec for cell in cells)
         only = {"models": (first.model,), "prompt_sets": (prompts,), "specs": specs, "backends": ()}
-        config = self._config.model_copy(update=only)
-        part = Part.model_validate(
-            {
-                "what": what,
-                "config": config.model_dump(),
-                "keys": keys,
-                "night": self._night.scheduled,
-                "planned": circumstances(),
-                "run_id": self._run_id,
-                "refresh": self._refresh,
-            }
+        part = Part(
+            what=what,
+            config=self.config.model_copy(update=only),
+            keys=keys,
+            night=self.night.scheduled,
+            planned=circumstances(),
+            run_id=self.run_id,
+            refresh=self.refresh,
         )
-        key = keys[0] if what == "measure" else throughput_key(cells)
-        label = first.label if what == "measure" else f"throughput of {first.model.name} × {first.prompt_set}"
-        anew = self._night.flow_run_id if self._refresh else ""
+        key, label = keys[0], first.label
+        if what == "time":
+            key, label = throughput_key(cells), f"throughput of {first.model.name} × {first.prompt_set}"
+        anew = self.night.flow_run_id if self.refresh else ""
         return Job(
             key=key,
-            identity=content_hash([key, str(self._tracking_dir), self._run_id, anew]),
+            identity=content_hash([key, str(self.tracking_dir), self.run_id, anew]),
             label=label,
-            parameters={"label": label, "part": part.model_dump(mode="json"), "tracking_dir": str(self._tracking_dir)},
+            parameters={"label": label, "part": part.model_dump(mode="json"), "tracking_dir": str(self.tracking_dir)},
         )
-
-
-def fan_out(
-    config: NightlyConfig,
-    plan: Plan,
-    night: Night,
-    store: ResultStore,
-    tracking_dir: Path,
-    *,
-    refresh: bool,
-    log: Callable[[str], None],
-) -> FannedOut:
-    """Have workers measure a night.
-
-    Args:
-        config: Its matrix.
-        plan: Its cells.
-        night: Its name, without outcomes.
-        store: Where results come to.
-        tracking_dir: The tracking folder, which workers use under the same path.
-        refresh: Measure anew what is in the store.
-        log: Told of what goes wrong on the way.
-    """
-    expected = night.model_copy(update={"outcomes": tuple(Outcome(cell=cell) for cell in plan.cells)})
-    return Dispatch(config, expected, store, tracking_dir, log, refresh).run(plan)

@@ -11,9 +11,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 
-from tasks.config import Config, NightlyConfig
+from flows.results import NightResult
+from tasks.config import NightlyConfig
 from tasks.judge.events import announce
-from tasks.judge.gate import Verdict, gate
+from tasks.judge.gate import gate
 from tasks.paths import REPORTS
 from tasks.report.night import publish, report
 from tasks.run.night import Night
@@ -21,20 +22,10 @@ from tasks.run.result_transfer import between_machines
 from tasks.sanitize import visible
 from tasks.secrets import redact
 from tasks.tracking.baseline import carry_marks, history, mark_good, withdraw_good
+from tasks.tracking.checks import Logged
 from tasks.tracking.nights import find_cells, finish, track
 from tasks.tracking.pending_nights import forget, keep, left_over
 from tasks.tracking.store import TrackingError, TrackingStore, writer
-
-
-class NightResult(Config):
-    """What a night came to, and where it was written."""
-
-    night: Night
-    verdict: Verdict
-    page: Path
-    experiment_id: str
-    run_id: str
-    cell_ids: tuple[str, ...]
 
 
 def server_is_away(_: Any, __: Any, state: State[Any]) -> bool:
@@ -51,7 +42,7 @@ def server_is_away(_: Any, __: Any, state: State[Any]) -> bool:
     retry_delay_seconds=exponential_backoff(backoff_factor=30),
     retry_condition_fn=server_is_away,
 )
-def conclude(night: Night, config: NightlyConfig, tracking_dir: Path, refresh: bool) -> NightResult:
+def log_and_judge(night: Night, config: NightlyConfig, tracking_dir: Path, refresh: bool) -> NightResult:
     """Log a night, judge and report it; before it, the nights that earlier runs could not log.
 
     Raises:
@@ -63,13 +54,13 @@ def conclude(night: Night, config: NightlyConfig, tracking_dir: Path, refresh: b
         with writer(tracking_dir) as tracking:
             for earlier in left_over(tracking_dir, other_than=night):
                 get_run_logger().warning("%s was measured and not logged, which is made good now", earlier.night.title)
-                log(tracking, earlier.night, earlier.config, tracking_dir, refresh=False)
-            return log(tracking, night, config, tracking_dir, refresh)
+                log_one(tracking, earlier.night, earlier.config, tracking_dir, refresh=False)
+            return log_one(tracking, night, config, tracking_dir, refresh)
     except MlflowException as error:  # may hold the server's address, and that a password
         raise TrackingError(f"{night.title} is measured and not logged: {redact(error.message)}; run it again") from None
 
 
-def log(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_dir: Path, refresh: bool) -> NightResult:
+def log_one(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_dir: Path, refresh: bool) -> NightResult:
     """Log, judge and report one night in an open store."""
     run_id = track(tracking, night, refresh)
     verdict = gate(night, config, history(tracking, night, config.tolerances))
@@ -87,6 +78,5 @@ def log(tracking: TrackingStore, night: Night, config: NightlyConfig, tracking_d
     publish(written, night, verdict, page)
     announce(night, verdict)
     forget(tracking_dir, night)
-    return NightResult(
-        night=night, verdict=verdict, page=page, experiment_id=tracking.experiment_id, run_id=run_id, cell_ids=cell_ids
-    )
+    logged = Logged(experiment_id=tracking.experiment_id, run_id=run_id, child_ids=cell_ids)
+    return NightResult(night=night, verdict=verdict, page=page, logged=logged)

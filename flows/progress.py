@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
 
 from tasks.run.night import Outcome
 from tasks.run.plan import Plan
 
 
-class Listener(Protocol):
-    """Hears of a night's progress. Called from the measuring thread, several times a second: do little."""
+class Listener:
+    """Is told of a night's progress; this one, that of flows which a worker runs, does nothing.
+
+    Called from the measuring thread, several times a second: do little.
+    """
 
     def planned(self, plan: Plan) -> None:
         """The cells are known."""
@@ -24,17 +26,7 @@ class Listener(Protocol):
         """A cell has its result, or failed."""
 
 
-class Silent:
-    """Hears nothing: the listener of flows that a worker runs."""
-
-    def planned(self, plan: Plan) -> None: ...
-
-    def step(self, label: str, stage: str, done: int, total: int) -> None: ...
-
-    def finished(self, outcome: Outcome) -> None: ...
-
-
-_listener: ContextVar[Listener] = ContextVar("listener", default=Silent())  # noqa: B039  it holds no state
+_listener: ContextVar[Listener] = ContextVar("listener", default=Listener())  # noqa: B039  it holds no state
 
 
 def listener() -> Listener:

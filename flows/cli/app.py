@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-from importlib.resources import files
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from flows.cli import baseline as cli_baseline
-from flows.cli import checks as cli_checks
-from flows.cli import store as cli_store
-from flows.cli.commands import (
-    FAILED,
-    MLRUNS,
-    PASSED,
-    AsJson,
-    TrackingDir,
-    result_console,
-    run_flow,
-    sentences,
-)
+from flows.cli import baseline, checks, store
+from flows.cli.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, run_flow, sentences
+from flows.cli.output import print_json, print_line
 
 if TYPE_CHECKING:
-    from flows.nightly import NightResult
     from tasks.config import NightlyConfig
 
 app = typer.Typer(
@@ -35,10 +23,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(cli_baseline.app, name="baseline")
-app.add_typer(cli_store.app, name="store")
-app.command()(cli_checks.compare)
-app.command()(cli_checks.audit)
+app.add_typer(baseline.app, name="baseline")
+app.add_typer(store.app, name="store")
+app.command()(checks.compare)
+app.command()(checks.audit)
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure anew what was measured before.")]
 Config = Annotated[Path | None, typer.Option("--config", help="Matrix to run, a YAML file; the standard one by default.")]
@@ -69,15 +57,17 @@ def nightly(
     with sentences():
         from tasks.config import load_config
 
-        matrix = load_config(config or Path(str(files("flows") / "configs" / "nightly.yaml")))
-        _check(matrix, tracking_dir)
+        given = load_config(config) if config else None
+        from flows.cli.results import finish
+        from flows.nightly import STANDARD
+        from flows.nightly import nightly as flow
         from tasks.run.plan import check_thresholds
 
+        matrix = given or STANDARD
+        _check(matrix, tracking_dir)
         check_thresholds(matrix)
-        from flows.nightly import nightly as flow
-
-        result: NightResult = run_flow(lambda: flow(matrix, tracking_dir.resolve(), refresh, return_state=True))
-    _finish(result, tracking_dir, as_json)
+        result = run_flow(lambda: flow(matrix, tracking_dir.resolve(), refresh, return_state=True))
+    finish(result, tracking_dir, as_json)
 
 
 @app.command()
@@ -106,12 +96,13 @@ def evaluate(
             matrix = NightlyConfig.model_validate({"models": [model], "prompt_sets": [fields], "specs": [spec], **extra})
         except ValidationError as error:
             raise ConfigError(first_sentence(error)) from None
-        _check(matrix, tracking_dir)
+        from flows.cli.results import finish
         from flows.evaluate import evaluate as flow
 
+        _check(matrix, tracking_dir)
         cell = (matrix.models[0], matrix.prompt_sets[0], matrix.specs[0], matrix.measure, matrix.thresholds)
-        result: NightResult = run_flow(lambda: flow(*cell, tracking_dir.resolve(), refresh, return_state=True))
-    _finish(result, tracking_dir, as_json)
+        result = run_flow(lambda: flow(*cell, tracking_dir.resolve(), refresh, return_state=True))
+    finish(result, tracking_dir, as_json)
 
 
 @app.command("import")
@@ -124,14 +115,11 @@ def import_(
 ) -> None:
     """Log a result that was measured where no tracker is."""
     with sentences():
-        from flows.import_results import log_check, log_result, read_result
-        from kivi.measure.results import CellResult
+        from flows.cli.results import finish
+        from flows.import_results import log_result, read_result
 
-        read = read_result(result)
-        if not isinstance(read, CellResult):
-            cli_checks.finish(log_check(read, tracking_dir), tracking_dir, as_json)
-        logged = log_result(read, tracking_dir)
-    _finish(logged, tracking_dir, as_json)
+        logged = log_result(read_result(result), tracking_dir)
+    finish(logged, tracking_dir, as_json)
 
 
 @app.command()
@@ -144,7 +132,7 @@ def doctor(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
 
         findings = list(examine(tracking_dir))
     if as_json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))  # noqa: T201  the result
+        print_json([finding._asdict() for finding in findings])
     console = Console(stderr=as_json)
     for finding in findings:
         mark, style = ("ok", "green") if finding.ok else ("no", "red" if finding.needed else "yellow")
@@ -168,43 +156,24 @@ def ui(
 
         def show() -> None:
             if as_json:
-                print(where.model_dump_json(), flush=True)  # noqa: T201  the result
-                return
-            for name, address in where.model_dump(exclude_none=True).items():
-                Console().print(f"{name:8}{address}", soft_wrap=True, highlight=False, markup=False)
+                print_json(where, indent=None)
+            else:
+                for name, address in where.model_dump(exclude_none=True).items():
+                    print_line(Console(), f"{name:8}{address}")
+            sys.stdout.flush()
 
         code = serve(tracking_dir, port, show)
     raise typer.Exit(code)
 
 
 def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:
-    """Find out before anything is started whether backends and models are there, and a store can be.
-
-    Raises:
-        BackendError: a backend that is required is not available.
-        ModelError: a model cannot be loaded.
-        TrackingError: what is measured could not be logged.
-    """
-    from kivi.models import check_model
-    from tasks.run.plan import resolve_specs
+    """Raise before anything is started when a backend or a model is missing, or no store could be used."""
+    from flows.matrix import require_runnable
     from tasks.tracking.store import require_usable
 
     require_usable(tracking_dir)
-    resolve_specs(matrix)
-    for model in matrix.models:
-        check_model(model.name, model.revision)
+    require_runnable(matrix)
 
 
-def _finish(result: NightResult, tracking_dir: Path, as_json: bool) -> None:
-    from flows.cli.terminal import as_json as jsonable
-    from flows.cli.terminal import show
-
-    with result_console(as_json) as console:
-        show(console, result, tracking_dir)
-        if as_json:
-            print(json.dumps(jsonable(result, tracking_dir), indent=2))  # noqa: T201  the result
-    raise typer.Exit(PASSED if result.verdict.passed else FAILED)
-
-
-# Prefect's own lines would bury the table; what the project's code logs is shown by flows.cli.terminal.
+# Prefect's own lines would bury the table; what the project's code logs is shown by flows.cli.progress.
 os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from flows.cli.commands import MLRUNS, AsJson, TrackingDir, sentences
+from flows.cli.output import print_json, print_line
 
 if TYPE_CHECKING:
     from tasks.tracking.baseline import Marked
@@ -54,7 +53,7 @@ def pin(
             removed = unpin(store) if remove else 0
             marked = [] if remove else [pin_baseline(store, night or "last")]
     if remove and not as_json:
-        Console().print(f"{removed} pin{'' if removed == 1 else 's'} removed", highlight=False)
+        print_line(Console(), f"{removed} pin{'' if removed == 1 else 's'} removed")
     else:
         _show(marked, as_json)
 
@@ -84,15 +83,13 @@ def _store(tracking_dir: Path) -> Iterator[TrackingStore]:
 
 
 def _show(marked: list[Marked], as_json: bool) -> None:
-    from tasks.sanitize import visible
-
     if as_json:
-        print(json.dumps([night.model_dump() for night in marked], indent=2))  # noqa: T201  the result
+        print_json(marked)
         return
     console = Console()
     for night in marked:
-        console.print(Text(visible(f"{night.night}: {night.mark}, {night.cells} cells, run {night.run_id}")), soft_wrap=True)
+        print_line(console, f"{night.night}: {night.mark}, {night.cells} cells, run {night.run_id}")
         for sentence in night.left_out:
-            console.print(Text(visible(f"  left out: {sentence}"), style="yellow"), soft_wrap=True)
+            print_line(console, f"  left out: {sentence}", "yellow")
     if not marked:
-        console.print("no night is marked: nights are judged by thresholds alone", highlight=False)
+        print_line(console, "no night is marked: nights are judged by thresholds alone")

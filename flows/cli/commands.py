@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,34 +41,18 @@ def sentences() -> Iterator[None]:
         interruption.settle()
 
 
-class _ResultConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """Leave what happens to whoever prints; rich would end the process with exit code 1, which means a failed night."""
-        raise BrokenPipeError
-
-
-@contextmanager
-def result_console(as_json: bool) -> Iterator[Console]:
-    """Yield what shows a result, on stderr beside JSON. A reader that leaves, as ``| head -1`` does, changes no exit code."""
-    try:
-        yield _ResultConsole(stderr=as_json)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-
-
 def run_flow(flow: Callable[[], Any]) -> Any:
     """Run a flow with progress on stderr; return what it came to, whether it passed or not.
 
     Raises:
         BaseException: what stopped the flow before it had a verdict.
     """
-    from flows.cli.terminal import logging_to, progress
+    from flows.cli.progress import Progress, logging_to
     from flows.progress import listening
     from flows.serve.temporary_server import reachable
 
     console = Console(stderr=True)
-    with progress(console) as shown, reachable(), logging_to(console), listening(shown):
+    with Progress(console) as shown, reachable(), logging_to(console), listening(shown):
         state = flow()
     result = state.result(raise_on_failure=False)
     if isinstance(result, BaseException):

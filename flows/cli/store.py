@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from flows.cli.commands import MLRUNS, AsJson, TrackingDir, sentences
+from flows.cli.output import print_json, print_line
 
 if TYPE_CHECKING:
     from tasks.config import Config
@@ -79,10 +79,8 @@ def upgrade(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None
 
 
 def _show(result: Config, text: str, as_json: bool) -> None:
-    from tasks.sanitize import visible
-
     if as_json:
-        print(result.model_dump_json(indent=2))  # noqa: T201  the result
+        print_json(result)
         return
     for line in text.splitlines():
-        Console().print(Text(visible(line)), soft_wrap=True)
+        print_line(Console(), line)

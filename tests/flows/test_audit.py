@@ -8,7 +8,8 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
-from flows.audit import Audited, audit, final_state
+from flows.audit import audit
+from flows.results import Checked, final_state
 from kivi.measure.audit import AuditSettings, Notes
 from tasks.run.audit import EXPERIMENT, AuditConfig
 from tasks.tracking.store import writer
@@ -46,9 +47,9 @@ def test_an_error_is_failed_and_says_what_was_seen(audited):
     result = audited[1].result()
     notes = Notes("kivi audit kivi --check bytes")
     notes.check("total", "live arrays hold 10 bytes more", "")
-    check = result.report.checks[0].model_copy(update={"findings": notes.findings})
-    report = result.report.model_copy(update={"checks": [check], "passed": False})
-    state = final_state(Audited(report=report, logged=result.logged))
+    check = result.result.checks[0].model_copy(update={"findings": notes.findings})
+    report = result.result.model_copy(update={"checks": [check], "passed": False})
+    state = final_state(Checked(result=report, logged=result.logged))
     assert state.is_failed() and "bytes, total: live arrays hold 10 bytes more" in state.message
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flows.compare import Compared, compare, final_state
+from flows.compare import compare
+from flows.results import Checked, final_state
 from kivi.measure.backends.comparison import ComparisonSettings
 from kivi.measure.backends.speed import SpeedSettings
 from tasks.run.compare import EXPERIMENT, CompareConfig
@@ -45,13 +46,13 @@ def test_a_violated_parity_is_failed_and_says_where(compared):
     spec = result.specs[0]
     wrong = spec.parity[0].model_copy(update={"differing": 2})
     broken = result.model_copy(update={"specs": [spec.model_copy(update={"parity": [wrong]})]})
-    state = final_state(Compared(result=broken, logged=Logged(experiment_id="1", run_id="x")))
+    state = final_state(Checked(result=broken, logged=Logged(experiment_id="1", run_id="x")))
     assert state.is_failed() and "round trip of keys" in state.message
 
 
 def test_nothing_checked_is_failed(compared):
     result = compared[1].result().result.model_copy(update={"specs": []})
-    assert final_state(Compared(result=result, logged=Logged(experiment_id="1", run_id="x"))).is_failed()
+    assert final_state(Checked(result=result, logged=Logged(experiment_id="1", run_id="x"))).is_failed()
 
 
 def test_a_cache_without_a_backend_is_refused_before_anything_runs(compared):

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from flows.log_and_judge import conclude
+from flows.log_and_judge import log_and_judge
 from tasks.config import NightlyConfig, Thresholds
 from tasks.tracking.baseline import marked_nights, pin_baseline, set_baseline
 from tasks.tracking.nights import find_cells, find_nights
@@ -41,31 +41,33 @@ def marks(folder):
 
 
 def test_a_night_that_fails_when_it_is_judged_again_is_no_longer_the_last_good_one(night_of, tmp_path):
-    conclude(night_of(1), CONFIG, tmp_path, False)
+    log_and_judge(night_of(1), CONFIG, tmp_path, False)
     night = night_of(2)
-    assert conclude(night, CONFIG, tmp_path, False).verdict.passed
+    assert log_and_judge(night, CONFIG, tmp_path, False).verdict.passed
     assert marks(tmp_path) == {("02", "kivi.baseline good"): 2}
-    again = conclude(night, STRICT, tmp_path, False)
+    again = log_and_judge(night, STRICT, tmp_path, False)
     assert not again.verdict.passed
     assert marks(tmp_path) == {("01", "kivi.baseline good"): 2}
     with writer(tmp_path) as store:
-        assert all("kivi.baseline" not in store.client.get_run(run).data.tags for run in (again.run_id, *again.cell_ids))
-    conclude(night, CONFIG, tmp_path, False)
+        assert all(
+            "kivi.baseline" not in store.client.get_run(run).data.tags for run in (again.logged.run_id, *again.logged.child_ids)
+        )
+    log_and_judge(night, CONFIG, tmp_path, False)
     assert marks(tmp_path) == {("02", "kivi.baseline good"): 2}
 
 
 def test_a_night_that_a_person_chose_stays_the_baseline_when_it_fails(night_of, tmp_path):
     night = night_of(1)
-    conclude(night, CONFIG, tmp_path, False)
+    log_and_judge(night, CONFIG, tmp_path, False)
     with writer(tmp_path) as store:
         set_baseline(store, find_nights(store)[0].info.run_id)
-    assert not conclude(night, STRICT, tmp_path, False).verdict.passed
+    assert not log_and_judge(night, STRICT, tmp_path, False).verdict.passed
     assert marks(tmp_path) == {("01", "kivi.baseline set"): 2}
 
 
 def test_a_night_that_is_measured_anew_keeps_its_pin_and_the_mark_that_a_person_set(night_of, tmp_path):
     for day in (1, 2, 3):
-        conclude(night_of(day), CONFIG, tmp_path, False)
+        log_and_judge(night_of(day), CONFIG, tmp_path, False)
     with writer(tmp_path) as store:
         pin_baseline(store, "2026-11-01")
         pin_baseline(store, "2026-11-02")
@@ -73,12 +75,12 @@ def test_a_night_that_is_measured_anew_keeps_its_pin_and_the_mark_that_a_person_
     chosen = {("02", "kivi.pin"): 2, ("02", "kivi.baseline set"): 2}
     assert marks(tmp_path) == chosen
     before = runs_of(tmp_path, "2026-11-02")
-    anew = conclude(night_of(2, later=timedelta(hours=1)), CONFIG, tmp_path, True)
+    anew = log_and_judge(night_of(2, later=timedelta(hours=1)), CONFIG, tmp_path, True)
     assert marks(tmp_path) == chosen
     after = runs_of(tmp_path, "2026-11-02")
-    assert len(after) == 3 and not set(after) & set(before) and set(after) == {anew.run_id, *anew.cell_ids}
+    assert len(after) == 3 and not set(after) & set(before) and set(after) == {anew.logged.run_id, *anew.logged.child_ids}
     assert set(after.values()) == set(before.values()), "marked at the same time, so what is marked later still follows"
-    next_night = conclude(night_of(4), CONFIG, tmp_path, False)
+    next_night = log_and_judge(night_of(4), CONFIG, tmp_path, False)
     assert {change.against for change in next_night.verdict.comparison.changes} == {
         "the last good night 2026-11-02",
         "the pinned night 2026-11-02",
@@ -86,7 +88,7 @@ def test_a_night_that_is_measured_anew_keeps_its_pin_and_the_mark_that_a_person_
 
 
 def test_a_pinned_night_that_fails_when_it_is_measured_anew_stays_pinned_and_says_which_cell_is_not(night_of, tmp_path):
-    conclude(night_of(1), CONFIG, tmp_path, False)
+    log_and_judge(night_of(1), CONFIG, tmp_path, False)
     with writer(tmp_path) as store:
         pin_baseline(store, "2026-11-01")
     lost = night_of(1, later=timedelta(hours=1))
@@ -94,25 +96,25 @@ def test_a_pinned_night_that_fails_when_it_is_measured_anew_stays_pinned_and_say
         first, *others = lost.outcomes
         result = None if error else first.result
         night = lost.model_copy(update={"outcomes": (first.model_copy(update={"result": result, "error": error}), *others)})
-        conclude(night, CONFIG, tmp_path, bool(error))
+        log_and_judge(night, CONFIG, tmp_path, bool(error))
         assert marks(tmp_path).get(("01", "kivi.pin")) == (1 if error else 2)
 
 
 def test_a_cell_that_is_measured_anew_within_a_pinned_night_is_pinned(night_of, tmp_path):
-    conclude(night_of(1), CONFIG, tmp_path, False)
+    log_and_judge(night_of(1), CONFIG, tmp_path, False)
     with writer(tmp_path) as store:
         pin_baseline(store, "2026-11-01")
-    conclude(night_of(1, later=timedelta(hours=1)), STRICT, tmp_path, False)
+    log_and_judge(night_of(1, later=timedelta(hours=1)), STRICT, tmp_path, False)
     assert marks(tmp_path) == {("01", "kivi.pin"): 2}
 
 
 def test_a_pinned_night_of_which_no_cell_is_left_says_so(night_of, tmp_path, caplog):
-    conclude(night_of(1), CONFIG, tmp_path, False)
+    log_and_judge(night_of(1), CONFIG, tmp_path, False)
     with writer(tmp_path) as store:
         pin_baseline(store, "2026-11-01")
     night = night_of(1)
     outcomes = tuple(one.model_copy(update={"result": None, "error": "no memory"}) for one in night.outcomes)
-    conclude(night.model_copy(update={"outcomes": outcomes}), CONFIG, tmp_path, True)
+    log_and_judge(night.model_copy(update={"outcomes": outcomes}), CONFIG, tmp_path, True)
     (warning,) = [record.message for record in caplog.records if "kivi.pin" in record.message]
     assert warning.startswith("kivi.pin: nightly 2026-11-01 has no cell that could be a baseline: ")
 

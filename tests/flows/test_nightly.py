@@ -9,7 +9,9 @@ from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
 
-from flows.nightly import REASONS, final_state, nightly, scheduled_start
+from flows.matrix import scheduled_start
+from flows.nightly import nightly
+from flows.results import PROBLEMS, final_state
 from tasks.config import Thresholds, load_config
 from tasks.judge.gate import Verdict
 from tasks.tracking.nights import find_cells, find_nights
@@ -40,10 +42,10 @@ def test_it_is_one_parent_and_a_child_a_cell_in_mlflow(smoke_night):
     with writer(tracking_dir) as store:
         (parent,) = find_nights(store)
         children = find_cells(store, parent.info.run_id)
-    assert parent.info.run_id == result.run_id
+    assert parent.info.run_id == result.logged.run_id
     assert parent.data.tags["prefect.flow_run_id"] == result.night.flow_run_id != ""
     assert "| kivi-roundtrip-k4v4-g32-r128-mlx |" in parent.data.tags["mlflow.note.content"]
-    assert {child.info.run_id for child in children} == set(result.cell_ids)
+    assert {child.info.run_id for child in children} == set(result.logged.child_ids)
     for child in children:
         assert child.data.metrics["throughput.decode_ratio"] > 0
         assert child.inputs.dataset_inputs[0].dataset.name == "humaneval"
@@ -66,7 +68,7 @@ def test_running_again_measures_nothing_and_logs_nothing_twice(smoke_night, smok
     assert state.is_completed()
     result = state.result()
     assert all(outcome.reused for outcome in result.night.outcomes)
-    assert result.run_id == first.result().run_id
+    assert result.logged.run_id == first.result().logged.run_id
     after = runs(tracking_dir)
     assert set(after) == set(before)
     for run_id, run in after.items():
@@ -82,7 +84,7 @@ def test_a_verdict_of_fail_is_a_failed_flow_that_says_why(smoke_night, smoke_con
     assert "memory.compression is" in state.message
     assert "below the limit of 100" in state.message
     result = state.result(raise_on_failure=False)
-    assert runs(tracking_dir)[result.run_id].info.status == "FAILED"
+    assert runs(tracking_dir)[result.logged.run_id].info.status == "FAILED"
     nightly(load_config(smoke_config), tracking_dir, return_state=True)  # leaves the night as the other tests expect it
 
 
@@ -111,9 +113,9 @@ def test_a_limit_for_no_cache_ends_a_deployed_night_too_and_before_anything_is_m
 
 def test_a_long_verdict_is_cut_in_the_flows_message(smoke_night):
     result = smoke_night[1].result()
-    reasons = tuple(f"reason {number}" for number in range(REASONS + 3))
+    reasons = tuple(f"reason {number}" for number in range(PROBLEMS + 3))
     state = final_state(result.model_copy(update={"verdict": Verdict(passed=False, reasons=reasons, checks=())}))
-    assert state.message.split("\n")[-2:] == [f"reason {REASONS - 1}", "and 3 more"]
+    assert state.message.split("\n")[-2:] == [f"reason {PROBLEMS - 1}", "and 3 more"]
 
 
 def test_a_run_by_hand_is_named_for_the_day():

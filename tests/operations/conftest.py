@@ -1,4 +1,7 @@
-"""Servers and workers as ``make up`` starts them, a matrix of short cells, and what a store holds, comparable with another."""
+"""Servers and workers as ``make up`` starts them, a matrix of short cells, and what a store holds, comparable with another.
+
+Here are the tests of flows with real servers, workers and processes that are killed; tests/flows has the others.
+"""
 
 from __future__ import annotations
 

@@ -3,54 +3,15 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from flows.serve.deployments import drift, load, read
+from flows.serve.deployments import drift
 from flows.serve.doctor import examine
-from tasks.config import NightlyConfig, load_config
 
 PROJECT = Path(__file__).parents[2]
-CONFIGS = PROJECT / "flows" / "configs"
-ENTRIES = {entry["name"]: entry for entry in read(PROJECT)}
-
-
-def schema(name: str) -> dict[str, Any]:
-    return load(ENTRIES[name]["entrypoint"]).parameters.model_dump_for_openapi()
-
-
-def test_the_nightly_deploys_the_standard_matrix() -> None:
-    assert ENTRIES["nightly"]["parameters"]["config"] == yaml.safe_load((CONFIGS / "nightly.yaml").read_text())
-    assert NightlyConfig.model_validate(ENTRIES["nightly"]["parameters"]["config"]) == load_config(CONFIGS / "nightly.yaml")
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_deployments_are_described_versioned_and_tagged(name: str) -> None:
-    entry = ENTRIES[name]
-    assert entry["description"].strip() and entry["tags"]
-    assert entry["version"] == version("kivi-mlx")
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_every_parameter_says_what_it_is(name: str) -> None:
-    found = schema(name)
-    for owner in (found, *found["definitions"].values()):
-        for field, about in owner.get("properties", {}).items():
-            described = "description" in about or "$ref" in about
-            assert described, f"{owner.get('title', name)}.{field} has no description"
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_flow_takes_the_parameters_that_its_deployment_gives(name: str) -> None:
-    entry = ENTRIES[name]
-    flow = load(entry["entrypoint"])
-    assert set(entry.get("parameters", {})) <= set(schema(name)["properties"])
-    if set(schema(name).get("required", ())) <= set(entry.get("parameters", {})):
-        flow.validate_parameters(entry["parameters"])
 
 
 def test_what_is_deployed_is_what_the_code_takes(lab: Any) -> None:

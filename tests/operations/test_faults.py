@@ -17,7 +17,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 
 import tasks.run.cells
-from flows.log_and_judge import conclude, server_is_away
+from flows.log_and_judge import log_and_judge, server_is_away
 from flows.nightly import nightly
 from flows.serve.background import end_tree, free_port
 from kivi.measure.results import CellResult
@@ -146,7 +146,7 @@ def test_logging_waits_for_a_server_that_is_away_and_catches_up(
     two = make_night(make_result(key="another"), scheduled="two")
     folder = tmp_path / "mlruns"
     server.end()
-    away = conclude.with_options(retries=0)(one, config, folder, False, return_state=True)
+    away = log_and_judge.with_options(retries=0)(one, config, folder, False, return_state=True)
     with pytest.raises(TrackingError, match="the MLflow server does not take this night"):
         away.result()
     assert [kept.night.title for kept in left_over(folder, other_than=two)] == [one.title]
@@ -158,11 +158,11 @@ def test_logging_waits_for_a_server_that_is_away_and_catches_up(
         server.start()
         return server_is_away(*arguments)
 
-    waiting = conclude.with_options(retries=1, retry_delay_seconds=0, retry_condition_fn=back_again)
+    waiting = log_and_judge.with_options(retries=1, retry_delay_seconds=0, retry_condition_fn=back_again)
     assert waiting(two, config, folder, False).verdict.passed
     assert len(attempts) == 1
     assert left_over(folder, other_than=two) == []
-    conclude(one, config, folder, False)  # as its own run does when it is retried
+    log_and_judge(one, config, folder, False)  # as its own run does when it is retried
     with writer(folder) as store:
         nights = find_nights(store)
         assert {night.data.tags["kivi.night"] for night in nights} == {"one", "two"}

@@ -126,8 +126,8 @@ def test_a_good_night_becomes_the_baseline_and_keeps_its_comparison(smoke_night)
     tracking_dir, state = smoke_night
     result = state.result()
     with writer(tracking_dir) as store:
-        tags = store.client.get_run(result.run_id).data.tags
-        files = {file.path for file in store.client.list_artifacts(result.run_id)}
+        tags = store.client.get_run(result.logged.run_id).data.tags
+        files = {file.path for file in store.client.list_artifacts(result.logged.run_id)}
     assert tags["kivi.baseline"].startswith("good ")
     assert "comparison.json" in files
     assert "no baseline yet for any cell: thresholds alone judge" in result.verdict.comparison.notes

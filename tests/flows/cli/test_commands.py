@@ -15,17 +15,6 @@ from flows.cli.commands import USAGE, run_flow, sentences
 from flows.serve.background import free_port
 
 
-@pytest.mark.parametrize("shown", ["console.print('x ' * 10**5)", "print('x' * 10**6)", "console.print('x')"])
-def test_output_that_nobody_reads_changes_no_exit_code(shown):
-    script = (
-        f"from flows.cli import commands\nwith commands.result_console(False) as console:\n    {shown}\nraise SystemExit(7)"
-    )
-    command = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    command.stdout.close()
-    said = command.stderr.read()
-    assert (command.wait(60), said) == (7, b"")
-
-
 def test_a_name_that_is_too_long_is_usage_wherever_it_is_met(tmp_path, capfd):
     """Which calls of pathlib raise for it depends on Python's version, and a prompt set is opened within the flow."""
     with pytest.raises(typer.Exit) as ended, sentences():

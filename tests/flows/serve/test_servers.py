@@ -15,7 +15,7 @@ from flows.serve.background import Background, Process, ServerError, free_port
 from flows.serve.doctor import examine
 from flows.servers import main
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import io
-import logging
+import json
 from pathlib import Path
 
-import prefect
 import pytest
 from rich.console import Console
 
-from flows import nightly
-from flows.cli.terminal import Bars, Lines, as_json, logging_to, progress, show
-from flows.nightly import NightResult
+from flows.cli.output import print_json
+from flows.cli.results import fields, show
+from flows.results import NightResult
 from tasks.config import NightlyConfig
 from tasks.judge.gate import judge
-from tasks.run import accelerator
-from tasks.run.plan import Plan
+from tasks.tracking.checks import Logged
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07 [bold]x[/bold] \u202eevil"
 
 
 def came_to(night):
     verdict = judge(night, NightlyConfig(specs=("full",)))
-    return NightResult(
-        night=night, verdict=verdict, page=Path("/t/report.html"), experiment_id="1", run_id="p", cell_ids=("a", "b")
-    )
+    logged = Logged(experiment_id="1", run_id="p", child_ids=("a", "b"))
+    return NightResult(night=night, verdict=verdict, page=Path("/t/report.html"), logged=logged)
 
 
 def shown(result, width, tracking_dir=Path("mlruns")):
@@ -75,62 +72,11 @@ def test_a_model_column_appears_when_cells_differ(make_result, make_night):
     assert "model and prompts" in different
 
 
-def test_bars_for_a_terminal_and_lines_for_a_pipe():
-    assert isinstance(progress(Console(file=io.StringIO(), force_terminal=True)), Bars)
-    assert isinstance(progress(Console(file=io.StringIO())), Lines)
-
-
-def test_a_pipe_gets_a_line_a_cell(make_result, make_night):
-    outcomes = make_night(make_result(), HOSTILE).outcomes
-    console = Console(file=io.StringIO(), width=40)
-    with progress(console) as lines:
-        lines.planned(Plan(cells=tuple(outcome.cell for outcome in outcomes)))
-        for outcome in outcomes:
-            lines.step(outcome.cell.label, "score", 1, 2)
-            lines.finished(outcome)
-    first, second = console.file.getvalue().splitlines()
-    assert first == "1/2 kivi-roundtrip-k4v4-g32-r128-mlx on embedded × humaneval: measured in 20.5 s"
-    assert second.startswith("2/2 ")
-    assert "\x1b" not in second
-
-
-def test_a_terminal_gets_a_bar_over_cells_and_one_inside_the_cell(make_result, make_night):
-    (outcome,) = make_night(make_result()).outcomes
-    console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    with progress(console) as bars:
-        bars.planned(Plan(cells=(outcome.cell,)))
-        bars.step(outcome.cell.label, "score", 1, 2)
-        bars._progress.refresh()
-        bars.finished(outcome)
-    text = console.file.getvalue()
-    assert "0/1" in text
-    assert "score: kivi-roundtrip" in text
-    assert "1/2" in text
-
-
-def test_json_holds_verdict_results_and_places(make_result, make_night):
-    printed = as_json(came_to(make_night(make_result(), "no memory")), Path("mlruns"))
+def test_json_holds_verdict_results_and_places(make_result, make_night, capsys):
+    print_json(fields(came_to(make_night(make_result(), "no memory")), Path("mlruns")))
+    printed = json.loads(capsys.readouterr().out)
     assert printed["passed"] is False
     assert [cell["verdict"] for cell in printed["cells"]] == ["pass", "fail"]
     assert printed["cells"][0]["result"]["quality"]["kl_mean"] == 0.0027
     assert printed["cells"][1]["error"] == "no memory"
     assert printed["look"]["MLflow"] == "kivi ui"
-
-
-def test_logs_show_what_the_project_says_and_not_what_prefect_does(monkeypatch):
-    console = Console(file=io.StringIO(), width=40)
-    logger = logging.getLogger("prefect.task_runs")
-    record = {"name": "prefect.task_runs", "lineno": 1, "args": (), "exc_info": None}
-    monkeypatch.setattr(logger, "handlers", [])  # Prefect's own want a server
-    for pathname, level, message in (
-        (accelerator.__file__, logging.INFO, "waits for the accelerator, which process 7 has \x1b[2J"),
-        (nightly.__file__, logging.INFO, "found"),
-        (nightly.__file__, logging.WARNING, "a result was truncated"),
-        (prefect.__file__, logging.ERROR, "Finished in state Failed"),
-    ):
-        with logging_to(console):
-            logger.handle(logging.LogRecord(pathname=pathname, level=level, msg=message, **record))
-    assert console.file.getvalue().splitlines() == [
-        "waits for the accelerator, which process 7 has \\x1b[2J",
-        "a result was truncated",
-    ]

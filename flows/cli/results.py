@@ -1,0 +1,156 @@
+"""What the command line shows of a finished night, comparison or audit."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from flows.cli.commands import FAILED, MLRUNS, PASSED
+from flows.cli.output import STYLES, print_json, print_line, result_console, table
+from flows.results import Checked, NightResult
+from kivi.measure.audit import AuditReport
+from kivi.measure.backends.comparison import ComparisonResult
+from tasks.paths import UI_ADDRESS, compare_path, run_path
+from tasks.report.comparison import model_table, parity_table, speed_table
+from tasks.report.table import HEADINGS, columns, rows, show_seconds
+from tasks.secrets import redact
+from tasks.tracking.store import EXPERIMENT, TRACKING_URI
+
+NARROW = 100  # columns below which the table of a night keeps only what fits
+NARROW_COLUMNS = ("cache", "verdict", "compression", "kl", "tier", "flips", "on")
+TEXTS = ("cache", "on", "tier", "verdict")  # columns of a night that hold no numbers
+
+
+def finish(result: NightResult | Checked, tracking_dir: Path, as_json: bool) -> NoReturn:
+    """Show the result of a command, and end with its exit code."""
+    with result_console(as_json) as console:
+        show(console, result, tracking_dir)
+        if as_json:
+            print_json(fields(result, tracking_dir))
+    raise typer.Exit(PASSED if result.passed else FAILED)
+
+
+def show(console: Console, result: NightResult | Checked, tracking_dir: Path) -> None:
+    """Print tables, what was not run, how long it took, the verdict with its reasons, and where to look."""
+    if isinstance(result, NightResult):
+        _show_night(console, result)
+    elif isinstance(result.result, ComparisonResult):
+        _show_comparison(console, result, result.result)
+    else:
+        _show_audit(console, result, result.result)
+    for name, where in where_to_look(result, tracking_dir).items():
+        print_line(console, f"{name:8}{where}")
+
+
+def _show_night(console: Console, result: NightResult) -> None:
+    """Print a row a cell, and what was skipped; the column of model and prompts is the title's where all have the same."""
+    night, verdict = result.night, result.verdict
+    lines = rows(night, verdict)
+    names = [name for name in columns(lines) if console.width >= NARROW or name in NARROW_COLUMNS]
+    on = {line.on for line in lines}
+    title = night.title + (f": {on.pop()}" if len(on) == 1 else "")
+    headings = {name: getattr(HEADINGS, name) for name in names}
+    numbers = [heading for name, heading in headings.items() if name not in TEXTS]
+    console.print()
+    console.print(table(title, list(headings.values()), ([getattr(line, name) for name in names] for line in lines), numbers))
+    for skipped in night.skipped:
+        print_line(console, f"skipped {skipped.what}: {skipped.why}")
+    spent = ", ".join(f"{part} {show_seconds(seconds)}" for part, seconds in night.seconds.items())
+    reused = sum(outcome.reused for outcome in night.outcomes)
+    found = f"{reused} of {len(night.outcomes)} cells were measured earlier" if reused else ""
+    took = "; ".join(part for part in (f"took {spent}" if spent else "", found) if part)
+    _show_verdict(console, result, took, verdict.reasons)
+    for remark in verdict.comparison.remarks:
+        print_line(console, f"  {remark}", "dim")
+
+
+def _show_comparison(console: Console, checked: Checked, result: ComparisonResult) -> None:
+    """Print parity and speed of each spec, and what was not run."""
+    for spec in result.specs:
+        tables = {"parity with the definition": parity_table(spec)}
+        if spec.speed:
+            tables[f"speed on {result.device}"] = speed_table(spec)
+        if spec.model is not None:
+            tables[f"{spec.model.model}, {spec.model.dtype}"] = model_table(spec)
+        for title, (header, *lines) in tables.items():
+            console.print(table(f"{spec.spec.slug}: {title}", header, lines))
+    for line in result.not_run:
+        print_line(console, line, "yellow")
+    _show_verdict(console, checked, f"took {show_seconds(result.seconds)}", result.problems)
+
+
+def _show_audit(console: Console, checked: Checked, report: AuditReport) -> None:
+    """Print a row a check, and the errors and warnings with their commands; the evidence too where one check was asked for."""
+    lines = [(check.name, check.question, check.outcome, show_seconds(check.seconds)) for check in report.checks]
+    console.print(table(f"audit of {report.spec.slug}", ("check", "question", "outcome", "took"), lines))
+    for severity in ("warning", "error"):
+        for name, found in report.findings(severity):
+            print_line(console, f"{severity}: {name}, {found.name}: {found.evidence}", STYLES[severity])
+            print_line(console, f"  again: {found.command}")
+    if len(report.checks) == 1:
+        for _, found in report.findings("info"):
+            print_line(console, f"{found.name}: {found.evidence}")
+    for check in report.checks:
+        if check.not_run:
+            print_line(console, f"{check.name}: {check.not_run}", "yellow")
+    _show_verdict(console, checked, f"took {show_seconds(report.seconds)}")
+
+
+def _show_verdict(console: Console, result: NightResult | Checked, took: str, reasons: Sequence[str] = ()) -> None:
+    if took:
+        print_line(console, took)
+    print_line(console, result.headline, "bold green" if result.passed else "bold red")
+    for reason in reasons:
+        print_line(console, f"  {reason}")
+
+
+def where_to_look(result: NightResult | Checked, tracking_dir: Path) -> dict[str, str]:
+    """Return what opens MLflow, and pages of a result: of the team's server where there is one, else of ``kivi ui``."""
+    logged, night = result.logged, isinstance(result, NightResult)
+    server = redact(os.environ.get(TRACKING_URI, "")).rstrip("/")
+    chosen = "" if tracking_dir == MLRUNS else f" --tracking-dir {shlex.quote(str(tracking_dir))}"
+    address = server or UI_ADDRESS
+    pages = {"report": str(result.page)} if isinstance(result, NightResult) else {}
+    pages["MLflow"] = server or f"kivi ui{chosen}"
+    pages["night" if night else "run"] = f"{address}/{run_path(logged.experiment_id, logged.run_id)}"
+    if night or len(logged.child_ids) > 1:
+        pages["compare"] = f"{address}/{compare_path(logged.experiment_id, logged.child_ids)}"
+    return pages
+
+
+def fields(result: NightResult | Checked, tracking_dir: Path) -> dict[str, Any]:
+    """Return the result of a command for ``--json``."""
+    if not isinstance(result, NightResult):
+        return {"passed": result.passed, "logged": result.logged, "result": result.result}
+    night, verdict = result.night, result.verdict
+    cells = [
+        {
+            "label": outcome.cell.label,
+            "cell_key": outcome.cell.key,
+            "spec": outcome.cell.spec.slug,
+            "verdict": verdict.of(outcome.cell.key),
+            "error": outcome.error,
+            "reused": outcome.reused,
+            "result": outcome.result,
+        }
+        for outcome in night.outcomes
+    ]
+    return {
+        "night": night.title,
+        "passed": verdict.passed,
+        "reasons": verdict.reasons,
+        "improvements": [change.sentence for change in verdict.comparison.improvements],
+        "notes": verdict.comparison.notes,
+        "cells": cells,
+        "skipped": night.skipped,
+        "seconds": night.seconds,
+        "experiment": EXPERIMENT,
+        "run_id": result.logged.run_id,
+        "look": where_to_look(result, tracking_dir),
+    }
