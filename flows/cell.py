@@ -49,7 +49,7 @@ def cell(label: str, part: Part, tracking_dir: Path = Path("mlruns")) -> State[N
         tracking_dir: Folder of finished results.
     """
     guard_logs()
-    _say_who_runs_this()
+    _label_with_worker()
     try:
         do(label, part, tracking_dir)
     except CellError as error:
@@ -98,7 +98,7 @@ def require_same(label: str, cells: tuple[Cell, ...], part: Part) -> None:
     raise CellError(f"{label}: this worker would measure something else than the night planned: {what}")
 
 
-def _say_who_runs_this() -> None:
+def _label_with_worker() -> None:
     context, worker = FlowRunContext.get(), os.environ.get("PREFECT__WORKER_NAME")
     if worker and context is not None and context.flow_run is not None:
         with get_client(sync_client=True) as client:

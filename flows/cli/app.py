@@ -85,17 +85,12 @@ def evaluate(
 ) -> None:
     """Evaluate one cache of one model on one prompt set."""
     with sentences():
-        from pydantic import ValidationError
-
-        from tasks.config import ConfigError, NightlyConfig, first_sentence, load_config
+        from tasks.config import NightlyConfig, load_config
 
         base = load_config(config) if config else None
         fields: dict[str, Any] = {"source": prompts, "column": column, "split": split, "limit": limit}
         extra = {"measure": base.measure, "thresholds": base.thresholds} if base else {}
-        try:
-            matrix = NightlyConfig.model_validate({"models": [model], "prompt_sets": [fields], "specs": [spec], **extra})
-        except ValidationError as error:
-            raise ConfigError(first_sentence(error)) from None
+        matrix = checks.read(NightlyConfig, {"models": [model], "prompt_sets": [fields], "specs": [spec], **extra})
         from flows.cli.results import finish
         from flows.evaluate import evaluate as flow
 

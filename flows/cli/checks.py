@@ -40,7 +40,7 @@ def compare(
         from tasks.tracking.store import require_usable
 
         require_usable(tracking_dir)
-        config = _read(CompareConfig, {"specs": specs, **_model(model)}, settings)
+        config = read(CompareConfig, {"specs": specs, **_model(model)}, settings)
         require_comparable(config)
         result = run_flow(lambda: flow(config, tracking_dir.resolve(), return_state=True))
     finish(result, tracking_dir, as_json)
@@ -65,7 +65,7 @@ def audit(
         from tasks.tracking.store import require_usable
 
         require_usable(tracking_dir)
-        config = _read(AuditConfig, {"spec": spec, **({"checks": check} if check else {}), **_model(model)}, settings)
+        config = read(AuditConfig, {"spec": spec, **({"checks": check} if check else {}), **_model(model)}, settings)
         require_auditable(config)
         result = run_flow(lambda: flow(config, tracking_dir.resolve(), return_state=True))
     finish(result, tracking_dir, as_json)
@@ -76,7 +76,7 @@ def _model(name: str | None) -> dict[str, str | None]:
     return {} if name is None else {"model": None if name == "none" else name}
 
 
-def _read(kind: type[Loaded], fields: dict[str, Any], settings: Path | None) -> Loaded:
+def read(kind: type[Loaded], fields: dict[str, Any], settings: Path | None = None) -> Loaded:
     """Return the configuration of ``fields``, which were given on the command line, and of the file.
 
     Raises:

@@ -1,4 +1,4 @@
-"""After an outage all missed nights come at once: those that a newer one replaces cancel themselves."""
+"""After an outage the server starts all missed nights at once: those that a newer one replaces cancel themselves."""
 
 from __future__ import annotations
 
