@@ -164,9 +164,13 @@ DEFAULT_THRESHOLDS: dict[str, Thresholds] = {
     "full": Thresholds(kl_mean=0.001, flip_rate=0.01),
     "kivi*-k2v2-*": Thresholds(kl_mean=0.4, flip_rate=0.35),
     "kivi*-k4v4-*": Thresholds(kl_mean=0.01, flip_rate=0.06),
+    "kivi*-k3v2-*": Thresholds(kl_mean=0.1, flip_rate=0.2),
+    "kivi*-k3v3-*": Thresholds(kl_mean=0.06, flip_rate=0.15),
+    "kivi*-k4v3-*": Thresholds(kl_mean=0.02, flip_rate=0.08),
     "kivi*-k8v8-*": Thresholds(kl_mean=0.001, flip_rate=0.02),
     "kivi*-k4v2-*": Thresholds(kl_mean=0.06, flip_rate=0.15),
     "mlx-quantized-k2v2-*": Thresholds(kl_mean=6.0),
+    "mlx-quantized-k3v3-*": Thresholds(kl_mean=1.0, flip_rate=0.60),
     "mlx-quantized-k4v4-*": Thresholds(kl_mean=0.2, flip_rate=0.30),
     "mlx-quantized-k8v8-*": Thresholds(kl_mean=0.001, flip_rate=0.04),
 }
