@@ -27,7 +27,7 @@ from tasks.run.cells import CellError, loaded_model, run_cell, run_throughput, t
 from tasks.run.night import Night, Outcome, PromptSource
 from tasks.run.plan import Cell, ModelIdentity, check_thresholds, identify, plan, resolve_specs
 from tasks.run.result_files import ResultStore, StoreError
-from tasks.secrets import guard_logs, redact
+from tasks.sanitize import guard_logs, redact
 
 __all__ = ["NightResult", "nightly", "run_matrix"]
 

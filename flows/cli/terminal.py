@@ -18,12 +18,11 @@ from rich.text import Text
 
 from flows.cli.commands import MLRUNS
 from flows.nightly import NightResult
-from tasks import paths as places
+from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.table import HEADINGS, Row, columns, rows, show_seconds
 from tasks.run.night import Outcome
 from tasks.run.plan import Plan
-from tasks.sanitize import visible
-from tasks.secrets import redact
+from tasks.sanitize import redact, visible
 from tasks.tracking.store import EXPERIMENT, TRACKING_URI
 
 STYLES = {"pass": "green", "good": "green", "marginal": "yellow", "fail": "red", "failed": "red", "bad": "red"}
@@ -156,8 +155,8 @@ def where_to_look(result: NightResult, tracking_dir: Path) -> dict[str, str]:
     return {
         "report": str(result.page),
         "MLflow": opened,
-        "night": f"{address}/{places.run_path(result.experiment_id, result.run_id)}",
-        "compare": f"{address}/{places.compare_path(result.experiment_id, result.cell_ids)}",
+        "night": f"{address}/{run_path(result.experiment_id, result.run_id)}",
+        "compare": f"{address}/{compare_path(result.experiment_id, result.cell_ids)}",
     }
 
 
@@ -166,7 +165,7 @@ def mlflow_pages(tracking_dir: Path) -> tuple[str, str]:
     if server := redact(os.environ.get(TRACKING_URI, "")).rstrip("/"):
         return server, server
     chosen = "" if tracking_dir == MLRUNS else f" --tracking-dir {shlex.quote(str(tracking_dir))}"
-    return f"kivi ui{chosen}", places.UI_ADDRESS
+    return f"kivi ui{chosen}", UI_ADDRESS
 
 
 def table(lines: list[Row], title: str, *, narrow: bool) -> Table:

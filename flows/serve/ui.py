@@ -13,8 +13,8 @@ import psutil
 
 from flows.serve.background import POLL_S, end_tree, refusal
 from flows.serve.servers import HOST, answers, mlflow_server
-from tasks import paths as places
 from tasks.config import Config
+from tasks.paths import compare_path, experiment_path, run_path
 from tasks.tracking.nights import find_cells, find_nights
 from tasks.tracking.store import TrackingError, writer
 
@@ -32,15 +32,15 @@ def links(tracking_dir: Path, port: int) -> Links:
     address = f"http://{HOST}:{port}/"
     with writer(tracking_dir) as store:
         nights = find_nights(store)
-        listed = address + places.experiment_path(store.experiment_id)
+        listed = address + experiment_path(store.experiment_id)
         if not nights:
             return Links(nights=listed)
         latest = nights[0].info.run_id
         cells = [run.info.run_id for run in find_cells(store, latest)]
         return Links(
             nights=listed,
-            latest=address + places.run_path(store.experiment_id, latest),
-            compare=address + places.compare_path(store.experiment_id, cells),
+            latest=address + run_path(store.experiment_id, latest),
+            compare=address + compare_path(store.experiment_id, cells),
         )
 
 
