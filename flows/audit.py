@@ -16,7 +16,7 @@ from kivi.models import check_model
 from tasks.config import Config
 from tasks.run.audit import EXPERIMENT, AuditConfig, log_audit, measure_audit, publish_audit
 from tasks.run.cells import watch
-from tasks.tracking.checks import Logged
+from tasks.tracking.runs import Logged
 from tasks.tracking.store import writer
 
 SENTENCES = 5  # of what went wrong, in the flow's message

@@ -16,7 +16,7 @@ from tasks.config import Config
 from tasks.report.comparison import headline
 from tasks.run.cells import watch
 from tasks.run.compare import EXPERIMENT, CompareConfig, log_comparison, measure_comparison, publish_comparison
-from tasks.tracking.checks import Logged
+from tasks.tracking.runs import Logged
 from tasks.tracking.store import writer
 
 SENTENCES = 5  # of what went wrong, in the flow's message

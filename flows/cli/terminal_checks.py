@@ -12,11 +12,11 @@ from rich.text import Text
 from flows.audit import Audited
 from flows.cli.terminal import mlflow_pages
 from flows.compare import Compared
-from tasks import paths as places
+from tasks.paths import compare_path, run_path
 from tasks.report.comparison import headline, model_table, parity_table, speed_table
 from tasks.report.table import show_seconds
 from tasks.sanitize import visible
-from tasks.tracking.checks import Logged
+from tasks.tracking.runs import Logged
 
 STYLES = {"passed": "green", "pass": "green", "failed": "red", "fail": "red", "error": "red", "warning": "yellow"}
 
@@ -63,9 +63,9 @@ def show_audit(console: Console, audited: Audited, tracking_dir: Path) -> None:
 def _where(console: Console, logged: Logged, tracking_dir: Path) -> None:
     opened, address = mlflow_pages(tracking_dir)
     _print(console, f"MLflow  {opened}")
-    _print(console, f"run     {address}/{places.run_path(logged.experiment_id, logged.run_id)}")
+    _print(console, f"run     {address}/{run_path(logged.experiment_id, logged.run_id)}")
     if len(logged.child_ids) > 1:
-        _print(console, f"compare {address}/{places.compare_path(logged.experiment_id, logged.child_ids)}")
+        _print(console, f"compare {address}/{compare_path(logged.experiment_id, logged.child_ids)}")
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
