@@ -9,6 +9,7 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field, field_validator
+from pydantic_core import to_json
 
 from kivi.measure.audit import QUALITY, AuditReport, AuditSettings, DecodeSettings, Reading, audit_spec, check_names
 from kivi.measure.monitor import Monitor
@@ -77,7 +78,7 @@ def log_audit(store: TrackingStore, report: AuditReport, flow_run_id: str = "") 
     entry = Entry(
         name=f"audit {report.spec.slug}",
         kind="audit",
-        digest=digest((report.model_dump_json(),)),
+        digest=_digest(report),
         started=report.started,
         passed=report.passed,
         params={
@@ -105,6 +106,13 @@ def publish_audit(report: AuditReport) -> None:
         for found in check.findings
     ]
     create_table_artifact(rows, key="audit-findings", description=report.headline)
+
+
+def _digest(report: AuditReport) -> str:
+    """Return the digest of a report as version 0.1.0 wrote it: stores know the runs of its audits by that."""
+    fields = report.model_dump(mode="json")
+    fields["scenes"] = [{**check, "name": STORED.get(check["name"], check["name"])} for check in fields.pop("checks")]
+    return digest((to_json(fields).decode(),))
 
 
 def _metric(check: str, finding: str = "") -> str:
