@@ -21,7 +21,7 @@ from tasks.run.fan_out import WORKER
 from tasks.run.plan import Cell, Circumstances, circumstances, identify, plan
 from tasks.run.result_files import ResultStore
 from tasks.run.result_transfer import between_machines, fetch, send
-from tasks.secrets import guard_logs
+from tasks.sanitize import guard_logs
 from tasks.tracking.store import writer
 
 What = Literal["measure", "time"]

@@ -19,8 +19,8 @@ from tasks.paths import REPORTS
 from tasks.report.night import build_report
 from tasks.run import audit, compare
 from tasks.run.night import IMPORT, Night, Outcome, PromptSource, cell_of
-from tasks.tracking.checks import Logged
 from tasks.tracking.nights import find_cells, finish_night, log_night
+from tasks.tracking.runs import Logged
 from tasks.tracking.store import writer
 
 Measured = CellResult | ComparisonResult | AuditReport

@@ -13,18 +13,16 @@ from prefect.tasks import exponential_backoff
 
 from flows.results import NightResult
 from tasks.config import NightlyConfig
-from tasks.judge.events import announce
-from tasks.judge.gate import gate
+from tasks.judge.gate import announce, gate
 from tasks.paths import REPORTS
 from tasks.report.night import publish, report
 from tasks.run.night import Night
 from tasks.run.result_transfer import between_machines
-from tasks.sanitize import visible
-from tasks.secrets import redact
+from tasks.sanitize import redact, visible
 from tasks.tracking.baseline import carry_marks, history, mark_good, withdraw_good
-from tasks.tracking.checks import Logged
 from tasks.tracking.nights import find_cells, finish, track
 from tasks.tracking.pending_nights import forget, keep, left_over
+from tasks.tracking.runs import Logged
 from tasks.tracking.store import TrackingError, TrackingStore, writer
 
 

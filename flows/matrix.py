@@ -26,7 +26,7 @@ from tasks.run.cells import CellError, loaded_model, run_cell, run_throughput, t
 from tasks.run.night import Night, Outcome, PromptSource
 from tasks.run.plan import Cell, ModelIdentity, identify, plan, resolve_specs
 from tasks.run.result_files import ResultStore, StoreError
-from tasks.secrets import guard_logs, redact
+from tasks.sanitize import guard_logs, redact
 
 
 @task(name="prompts", task_run_name="prompts {config.name}", cache_policy=NO_CACHE)

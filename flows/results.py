@@ -14,7 +14,7 @@ from tasks.config import Config
 from tasks.judge.gate import Verdict
 from tasks.report.comparison import headline
 from tasks.run.night import Night
-from tasks.tracking.checks import Logged
+from tasks.tracking.runs import Logged
 
 PROBLEMS = 5  # sentences in a flow's message; the report has all
 

@@ -1,4 +1,4 @@
-"""Where things are: files in a tracking folder, and addresses in MLflow's user interface as ``kivi ui`` serves it."""
+"""Where things are: what a tracking folder holds, and the addresses of MLflow's pages as ``kivi ui`` serves them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 from collections.abc import Sequence
 from urllib.parse import quote
 
-DATABASE = "mlflow.db"
-ARTIFACTS = "artifacts"
-RESULTS = "results"
-REPORTS = "reports"
+DATABASE = "mlflow.db"  # MLflow's runs
+ARTIFACTS = "artifacts"  # their files
+RESULTS = "results"  # a JSON file for each finished result
+REPORTS = "reports"  # a page and its Markdown for each night
+PENDING = "unlogged"  # nights that are measured and not in MLflow yet
+BACKUPS = "backups"  # of the database and the artefacts
+LOCK = "writer.lock"  # held by the process that writes to MLflow
 
 UI_PORT = 5050  # not MLflow's own 5000, which macOS gives to AirPlay
 UI_ADDRESS = f"http://127.0.0.1:{UI_PORT}"

@@ -19,7 +19,7 @@ from kivi.measure.backends.comparison import ComparisonResult
 from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.comparison import model_table, parity_table, speed_table
 from tasks.report.table import HEADINGS, columns, rows, show_seconds
-from tasks.secrets import redact
+from tasks.sanitize import redact
 from tasks.tracking.store import EXPERIMENT, TRACKING_URI
 
 NARROW = 100  # columns below which the table of a night keeps only what fits

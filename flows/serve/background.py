@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 from pydantic import Field
 
+from kivi.files import write_whole
 from tasks.config import Config
 
 READY_S = 180.0  # a new database takes Prefect 10 to 30 s, more on a busy machine
@@ -86,9 +87,7 @@ class Background:
                 command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         process = Process(name=name, pid=started.pid, began=psutil.Process(started.pid).create_time(), address=address)
-        draft = self.folder / f".{name}.draft"
-        draft.write_text(process.model_dump_json(), encoding="utf-8")
-        draft.replace(self.folder / f"{name}.json")
+        write_whole(self.folder / f"{name}.json", process.model_dump_json())
         return process
 
     def wait(self, process: Process, ready: Callable[[], bool]) -> None:

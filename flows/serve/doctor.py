@@ -14,7 +14,7 @@ from kivi.backends import NAMES, available
 from kivi.blas import INSTALL
 from kivi.models import EMBEDDED, ModelError, check_model
 from tasks.paths import DATABASE
-from tasks.secrets import redact
+from tasks.sanitize import redact
 
 REMEDIES = {
     "metal": "needs a Mac with Apple silicon",

@@ -26,7 +26,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_EPHEMERAL_STARTUP_T
 from flows.serve.guard import guarded
 from kivi.models.embedded import cache_dir
 from tasks.config import ConfigError
-from tasks.secrets import redact
+from tasks.sanitize import redact
 
 ANSWERS_S = 5.0
 POLL_S = 0.1

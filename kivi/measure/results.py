@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from kivi.accounting import CacheBytes
+from kivi.files import write_whole
 from kivi.measure.answers.scorers import ScorerName
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
@@ -50,9 +51,7 @@ class Record(BaseModel):
 
     def write(self, path: Path) -> None:
         """Write it as JSON: a process that ends meanwhile leaves what was at ``path``."""
-        unfinished = path.with_name(f"{path.name}.part")
-        unfinished.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
 
 
 class Interval(Record):

@@ -31,6 +31,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
+from kivi.files import write_whole
 from kivi.models import embedded
 from kivi.quantize import dtype_name
 
@@ -172,9 +173,7 @@ def weights_digest(folder: Path) -> str:
                     fresh[key] = hashlib.file_digest(file, "sha256").hexdigest()
             total.update(f"{path.name} {fresh[key]}\n".encode())
         if fresh != known:
-            draft = memory.with_suffix(".tmp")
-            draft.write_text(json.dumps(fresh, indent=0))
-            draft.replace(memory)
+            write_whole(memory, json.dumps(fresh, indent=0))
     return total.hexdigest()
 
 

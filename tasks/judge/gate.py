@@ -1,4 +1,4 @@
-"""The gate: what was measured against what is allowed, and the sentence for each thing that is not."""
+"""The gate: what was measured against what is allowed, the sentence for each thing that is not, and who is told."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Literal
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.events import emit_event
 from pydantic import Field
 
 from kivi.measure.results import CellResult, MetricField, Quality, metric_fields, metric_values
 from tasks.config import Bounds, Config, NightlyConfig, TierMetric
 from tasks.judge.regression import Change, Comparison
 from tasks.run.night import Night, Outcome
+from tasks.sanitize import visible
 
 METRICS = {
     "kl_mean": "quality.kl_mean",
@@ -24,6 +26,9 @@ METRICS = {
     "prefill_ratio": "throughput.prefill_ratio",
     "decode_ratio": "throughput.decode_ratio",
 }
+
+PASSED, FAILED = "kivi.gate.passed", "kivi.gate.failed"  # Prefect's events
+REASONS = 20  # in the event; the report has all
 
 Tier = Literal["good", "marginal", "bad"]
 TIERS: tuple[Tier, Tier, Tier] = ("good", "marginal", "bad")
@@ -107,6 +112,21 @@ def judge(night: Night, config: NightlyConfig, comparison: Comparison | None = N
 def tier(quality: Quality, bounds: Mapping[TierMetric, Bounds]) -> Tier:
     """Return how far the quality is from the full cache's: the worst by mean KL, p99 KL and flip rate."""
     return TIERS[max(sum(getattr(quality, name) > bound for bound in pair) for name, pair in bounds.items())]
+
+
+def announce(night: Night, verdict: Verdict) -> None:
+    """Emit ``kivi.gate.passed`` or ``kivi.gate.failed`` about the night's matrix, for automations of the Prefect server."""
+    related = {"prefect.resource.id": f"prefect.flow-run.{night.flow_run_id}", "prefect.resource.role": "flow-run"}
+    emit_event(
+        PASSED if verdict.passed else FAILED,
+        resource={"prefect.resource.id": f"kivi.matrix.{night.name}", "prefect.resource.name": visible(night.title)},
+        related=[related] if night.flow_run_id else [],
+        payload={
+            "night": visible(night.title),
+            "headline": verdict.headline,
+            "reasons": [visible(reason) for reason in verdict.reasons[:REASONS]],
+        },
+    )
 
 
 gate = task(name="gate", cache_policy=NO_CACHE)(judge)

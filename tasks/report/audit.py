@@ -11,6 +11,7 @@ from matplotlib.ticker import LogFormatter
 
 from kivi.measure.audit import AuditReport, Check, Curve
 from tasks.report.figures import STYLE, legend_below, line_style, name_axes, svg
+from tasks.report.provenance import provenance_section
 from tasks.report.table import show_seconds
 from tasks.sanitize import markdown
 
@@ -45,16 +46,7 @@ def audit_markdown(report: AuditReport) -> str:
     ]
     for check in report.checks:
         lines += ["", f"## {check.name}", "", *_evidence(check)]
-    code = report.git_sha + (" with uncommitted changes" if report.git_dirty else "")
-    facts = {
-        "measured": f"{report.started:%Y-%m-%d %H:%M} UTC in {show_seconds(report.seconds)}",
-        "model": report.model or "none",
-        "BLAS": report.blas,
-        "packages": ", ".join(f"{name} {version}" for name, version in report.packages.items()),
-        "code": code,
-    }
-    lines += ["", "## Provenance", "", *[f"- {name}: {markdown(value)}" for name, value in facts.items()], ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *provenance_section(report, model=report.model or "none")])
 
 
 def audit_figures(report: AuditReport) -> dict[str, str]:

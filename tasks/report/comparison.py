@@ -12,7 +12,8 @@ from kivi.measure.backends.parity import ParityCheck
 from kivi.measure.backends.speed import ArmTiming, SpeedCase
 from kivi.measure.results import Timing
 from tasks.report.figures import STYLE, line_style, name_axes, svg
-from tasks.report.table import NOTHING, show_seconds
+from tasks.report.provenance import provenance_section
+from tasks.report.table import NOTHING
 from tasks.sanitize import markdown
 
 Table = list[list[str]]  # the first row names the columns
@@ -42,15 +43,7 @@ def comparison_markdown(result: ComparisonResult) -> str:
         lines += _section("Speed (medians with extremes; arms interleaved, inputs of their own each round)", speed_table(spec))
         if spec.model is not None:
             lines += _section(f"The model {spec.model.model}, {spec.model.dtype}", model_table(spec))
-    code = result.git_sha + (" with uncommitted changes" if result.git_dirty else "")
-    facts = {
-        "measured": f"{result.started:%Y-%m-%d %H:%M} UTC in {show_seconds(result.seconds)}",
-        "BLAS": result.blas,
-        "packages": ", ".join(f"{name} {version}" for name, version in result.packages.items()),
-        "code": code,
-    }
-    lines += ["## Provenance", "", *[f"- {name}: {markdown(value)}" for name, value in facts.items()], ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *provenance_section(result)])
 
 
 def parity_table(spec: SpecComparison) -> Table:

@@ -7,7 +7,7 @@ characters in both by :mod:`tasks.sanitize`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
+from kivi.backends import NAMES
+from kivi.files import write_whole
 from kivi.measure.results import CellResult
-from tasks import paths as places
 from tasks.config import Config
 from tasks.judge.gate import Verdict
+from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.figures import depth_figure, panel_title, pareto_figure, step_figure
-from tasks.report.kernel_parity import PARITY_LEGEND, parity_lines
+from tasks.report.provenance import facts
 from tasks.report.table import ANSWERS_LEGEND, HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
 from tasks.run.night import Night
 from tasks.run.result_files import StoreError
@@ -31,6 +33,10 @@ from tasks.sanitize import markdown, visible
 
 SAMPLES = 2  # continuations shown a cell
 LONGEST_SAMPLE = 600  # characters
+PARITY_LEGEND = (
+    "Each packed cache is scored twice on the same codes: dequantised for standard attention, which shows the quantiser's "
+    "error, and attended on its codes, whose distance from that is the kernels'. `kivi compare` compares backends bit for bit."
+)
 
 
 class Figure(Config):
@@ -59,9 +65,7 @@ class Report(Config):
             folder.mkdir(parents=True, exist_ok=True)
             for ending, text in (("md", self.markdown), ("html", self.html)):
                 path = folder / f"{self.name}.{ending}"
-                draft = path.with_name(f".{path.name}.draft")
-                draft.write_text(text, encoding="utf-8")
-                draft.replace(path)
+                write_whole(path, text)
         except OSError as error:
             raise StoreError(f"{folder}: reports cannot be written: {error.strerror}; mend it and run again") from None
         return path
@@ -84,8 +88,8 @@ def build_report(
     linked = {}
     if experiment_id:
         linked = {
-            "this night's run": places.run_path(experiment_id, parent_id),
-            "its cells side by side": places.compare_path(experiment_id, cell_ids),
+            "this night's run": run_path(experiment_id, parent_id),
+            "its cells side by side": compare_path(experiment_id, cell_ids),
         }
     content: dict[str, Any] = {
         "night": night,
@@ -97,8 +101,8 @@ def build_report(
         "tiers": tier_bounds(night, verdict),
         "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
         "links": linked,
-        "address": f"{places.UI_ADDRESS}/",
-        "parity": parity_lines(night),
+        "address": f"{UI_ADDRESS}/",
+        "parity": list(_parity_lines(night)),
         "parity_legend": PARITY_LEGEND,
         "facts": _facts(night),
         "total": sum(night.seconds.values()),
@@ -143,10 +147,25 @@ def _figures(results: Sequence[CellResult]) -> dict[str, Figure]:
     return figures
 
 
+def _parity_lines(night: Night) -> Iterator[str]:
+    """Yield what attention on codes adds to the quantiser's own error, by cell, then each backend that no cell ran on."""
+    measured = [(outcome.cell.label, outcome.result) for outcome in night.outcomes if outcome.result is not None]
+    for label, result in measured:
+        quality = result.quality
+        if quality.control_kl_mean is not None and quality.kernel_kl_mean is not None:
+            yield (
+                f"{label}, backend {result.provenance.backend}: the quantiser's KL is {quality.control_kl_mean:.3g} nats, "
+                f"attention on codes is {quality.kernel_kl_mean:.2g} nats from it"
+            )
+    ran = {result.provenance.backend for _, result in measured}
+    yield from (f"{name}: not run in this night" for name in NAMES if name not in ran)
+
+
 def _facts(night: Night) -> dict[str, list[str]]:
     """Return what produced the results: each fact with its distinct values."""
     made = [result.provenance for result in night.results]
-    facts = {
+    origin = {name: [facts(one)[name] for one in made] for name in ("BLAS", "packages", "code")}
+    shown = {
         "model": [f"{one.model}, revision {one.model_revision}, weights {one.weights_digest[:16]}" for one in made],
         "dtype": [one.model_dtype for one in made],
         "prompts": [
@@ -156,14 +175,14 @@ def _facts(night: Night) -> dict[str, list[str]]:
             for prompts in night.prompt_sets
         ],
         "device": [one.device for one in made],
-        "BLAS": [one.blas for one in made],
+        "BLAS": origin["BLAS"],
         "backend": [f"{one.backend}: {one.backend_reason}" for one in made],
-        "packages": [", ".join(f"{name} {version}" for name, version in one.packages.items()) for one in made],
-        "code": [one.git_sha + (" with uncommitted changes" if one.git_dirty else "") for one in made],
+        "packages": origin["packages"],
+        "code": origin["code"],
         "night key": [night.key],
         "Prefect flow run": [night.flow_run_id] if night.flow_run_id else [],
     }
-    return {name: list(dict.fromkeys(values)) for name, values in facts.items() if values}
+    return {name: list(dict.fromkeys(values)) for name, values in shown.items() if values}
 
 
 def _environment(*, html: bool) -> Environment:

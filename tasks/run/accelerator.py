@@ -16,6 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from kivi.files import write_whole
 from kivi.models.embedded import cache_dir
 
 POLL_S = 0.05  # how long the accelerator idles between two cells of different processes, at most
@@ -66,9 +67,7 @@ def _acquire(lock: FileLock, note: Path, label: str, log: Callable[[str], None])
 
 def _leave(note: Path, label: str) -> None:
     content = {"process": os.getpid(), "label": label, "since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")}
-    draft = note.with_suffix(".draft")  # only the holder of the lock writes here
-    draft.write_text(json.dumps(content), encoding="utf-8")
-    draft.replace(note)
+    write_whole(note, json.dumps(content))
 
 
 def _holder(note: Path) -> str:

@@ -9,6 +9,7 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field, field_validator
+from pydantic_core import to_json
 
 from kivi.measure.audit import QUALITY, AuditReport, AuditSettings, DecodeSettings, Reading, audit_spec, check_names
 from kivi.measure.monitor import Monitor
@@ -16,11 +17,11 @@ from kivi.models.embedded import cache_dir
 from tasks.config import Config, Model, ModelConfig, Prompts, PromptSetConfig, Spec
 from tasks.prompts.prompt_sets import load_prompt_set
 from tasks.report.audit import audit_figures, audit_markdown
+from tasks.report.provenance import origin_tags
 from tasks.run.cells import Reporter, holding, loaded_model, references
 from tasks.run.night import digest
 from tasks.sanitize import visible
-from tasks.tracking.checks import Entry, Logged, Point, log_entry
-from tasks.tracking.nights import origin_tags
+from tasks.tracking.runs import Entry, Logged, Point, cache_params, log_entry, shortened
 from tasks.tracking.store import TrackingStore
 
 EXPERIMENT = "kivi-audit"
@@ -74,14 +75,10 @@ def log_audit(store: TrackingStore, report: AuditReport, flow_run_id: str = "") 
         flow_run_id: The flow run that made it, if one did.
     """
     text = audit_markdown(report)
-    tags = origin_tags(report)
-    if flow_run_id:
-        tags["prefect.flow_run_id"] = flow_run_id
-    fields = report.spec.model_dump(exclude={"layers", "backend"})
     entry = Entry(
         name=f"audit {report.spec.slug}",
         kind="audit",
-        content=digest((report.model_dump_json(),)),
+        digest=_digest(report),
         started=report.started,
         passed=report.passed,
         params={
@@ -90,12 +87,12 @@ def log_audit(store: TrackingStore, report: AuditReport, flow_run_id: str = "") 
             "backend": report.backend,
             "device": report.device,
             "model": report.model or "none",
-            **{f"cache.{name}": str(value) for name, value in fields.items()},
+            **cache_params(report.spec),
         },
-        tags=tags,
+        tags=origin_tags(report, flow_run_id),
         points=tuple(_points(report)),
         files={"audit.json": report.model_dump_json(indent=1), "audit.md": text, **audit_figures(report)},
-        note=text,
+        note=shortened(text, "Markdown file"),
     )
     return Logged(experiment_id=store.experiment_id, run_id=log_entry(store, entry))
 
@@ -109,6 +106,13 @@ def publish_audit(report: AuditReport) -> None:
         for found in check.findings
     ]
     create_table_artifact(rows, key="audit-findings", description=report.headline)
+
+
+def _digest(report: AuditReport) -> str:
+    """Return the digest of a report as version 0.1.0 wrote it: stores know the runs of its audits by that."""
+    fields = report.model_dump(mode="json")
+    fields["scenes"] = [{**check, "name": STORED.get(check["name"], check["name"])} for check in fields.pop("checks")]
+    return digest((to_json(fields).decode(),))
 
 
 def _metric(check: str, finding: str = "") -> str:

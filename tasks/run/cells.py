@@ -34,10 +34,9 @@ from kivi.models.embedded import cache_dir
 from tasks.config import ModelConfig
 from tasks.prompts.prompt_sets import PromptSet
 from tasks.run.accelerator import accelerator
-from tasks.run.accelerator_slot import shown_in_prefect
 from tasks.run.plan import Cell, content_hash
 from tasks.run.result_files import ResultStore, ThroughputResult
-from tasks.secrets import redact
+from tasks.sanitize import redact
 
 Progress = Callable[[str, str, int, int], None]
 
@@ -208,7 +207,7 @@ def holding(label: str) -> Iterator[None]:
         CellError: whatever stopped what was done meanwhile; a person must read which measurement it was.
     """
     try:
-        with accelerator(label, log=_logger().info), shown_in_prefect(_logger().warning):
+        with accelerator(label, log=_logger().info):
             yield
     except Exception as error:
         raise CellError(f"{label}: {redact(str(error)) or type(error).__name__}") from error

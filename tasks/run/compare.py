@@ -19,10 +19,10 @@ from kivi.measure.backends.comparison import (
 from kivi.measure.monitor import Monitor
 from tasks.config import Config, Model, ModelConfig, Spec
 from tasks.report.comparison import comparison_markdown, figures, headline, parity_table
+from tasks.report.provenance import origin_tags
 from tasks.run.cells import Reporter, holding, loaded_model
 from tasks.run.night import digest
-from tasks.tracking.checks import Entry, Logged, Point, log_entry
-from tasks.tracking.nights import origin_tags
+from tasks.tracking.runs import Entry, Logged, Point, cache_params, log_entry, shortened
 from tasks.tracking.store import TrackingStore
 
 EXPERIMENT = "kivi-compare"
@@ -90,13 +90,10 @@ def _parent(result: ComparisonResult, content: str, flow_run_id: str) -> Entry:
             # What MLflow's charts show of the parent: of each curve the last point, the largest size.
             last = {point.name: point for point in _points(spec, backend.name)}
             points += [Point(name=f"{name}/{spec.spec.slug}/{backend.name}", value=point.value) for name, point in last.items()]
-    tags = origin_tags(result)
-    if flow_run_id:
-        tags["prefect.flow_run_id"] = flow_run_id
     return Entry(
         name=f"comparison {result.started:%Y-%m-%d %H:%M} UTC",
         kind="comparison",
-        content=content,
+        digest=content,
         started=result.started,
         passed=result.passed,
         params={
@@ -104,20 +101,19 @@ def _parent(result: ComparisonResult, content: str, flow_run_id: str) -> Entry:
             "backends": ", ".join(backend.name for backend in result.backends if backend.available),
             "device": result.device,
         },
-        tags=tags,
+        tags=origin_tags(result, flow_run_id),
         points=tuple(points),
         files={"comparison.json": result.model_dump_json(indent=1), "comparison.md": text, **figures(result)},
-        note=text,
+        note=shortened(text, "Markdown file"),
     )
 
 
 def _child(result: ComparisonResult, spec: SpecComparison, backend: BackendState, content: str) -> Entry:
     own = [check for check in spec.parity if check.backend == backend.name]
-    fields = spec.spec.model_dump(exclude={"backend", "layers"})
     return Entry(
         name=f"{spec.spec.slug.removesuffix('-auto')} on {backend.name}",
         kind="backend",
-        content=digest((content, spec.spec.slug, backend.name)),
+        digest=digest((content, spec.spec.slug, backend.name)),
         started=result.started,
         passed=all(check.passed for check in own) and not _failed(spec, backend.name),
         params={
@@ -125,7 +121,7 @@ def _child(result: ComparisonResult, spec: SpecComparison, backend: BackendState
             "backend": backend.name,
             "device": result.device,
             "dtype": result.settings.speed.dtype,
-            **{f"cache.{name}": str(value) for name, value in fields.items()},
+            **cache_params(spec.spec),
         },
         tags={"kivi.backend_reason": backend.reason},
         points=tuple(_points(spec, backend.name)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from kivi.measure.settings import MeasureSettings
 from kivi.models import LoadedModel
 from kivi.spec import BackendName, CacheSpec
 from tasks.config import Config, ConfigError, ModelConfig, NightlyConfig
-from tasks.prompts import prompt_sets as prompt_sets_module
 from tasks.prompts.prompt_sets import PromptSet
 
 KINDS_WITH_BACKEND = ("kivi", "kivi-roundtrip")
@@ -238,7 +238,7 @@ def code_version() -> str:
     """Return a hash of the sources that can change a result: the library, kernels included, and the steps up to a result."""
     library = Path(kivi.__file__).parent
     sources = sorted(path for path in library.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    sources += [Path(__file__).with_name("cells.py"), Path(prompt_sets_module.__file__)]
+    sources += [Path(__file__).with_name("cells.py"), Path(inspect.getfile(PromptSet))]
     total = hashlib.sha256()
     for path in sources:
         total.update(f"{path.relative_to(library.parent)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

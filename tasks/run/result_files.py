@@ -7,13 +7,12 @@ the asked key is a miss with a warning, because measuring again mends it; what t
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import Field, ValidationError
 
+from kivi.files import write_whole
 from kivi.measure.results import CellResult, Record, Throughput
 
 logger = logging.getLogger(__name__)
@@ -80,9 +79,8 @@ class ResultStore:
             StoreError: the disk is full, the folder is read-only or the like; what was there before still is.
         """
         path = self.path(result.cell_key)
-        text = result.model_dump_json(indent=1).encode()
         try:
-            write_atomically(path, text)
+            write_whole(path, result.model_dump_json(indent=1))
         except OSError as error:
             raise self._refused("written to", error) from error
         return path
@@ -92,19 +90,6 @@ class ResultStore:
             f"results folder {str(self.folder)!r} cannot be {verb}: {error.strerror or error}; "
             "free space, mend its permissions or choose another folder"
         )
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a draft beside ``path``, have it on disk, then rename it, which replaces in one step."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", suffix=".draft", delete=False) as draft:
-        try:
-            draft.write(content)
-            draft.flush()
-            os.fsync(draft.fileno())
-        except OSError:
-            Path(draft.name).unlink()
-            raise
-    Path(draft.name).replace(path)
 
 
 def _first(error: ValidationError) -> str:

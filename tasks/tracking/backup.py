@@ -13,11 +13,10 @@ from tempfile import TemporaryDirectory
 from pydantic import ValidationError
 
 from tasks.config import Config, first_sentence
-from tasks.paths import ARTIFACTS, DATABASE
+from tasks.paths import ARTIFACTS, BACKUPS, DATABASE
 from tasks.tracking.schema import SchemaError, connect, mlflow_version, stored_revision
 from tasks.tracking.store import TrackingError, hold, relocate, require_artifacts, require_no_journal
 
-BACKUPS = "backups"
 MANIFEST = "backup.json"
 
 

@@ -35,8 +35,8 @@ from tasks.config import Config, Tolerances
 from tasks.judge.regression import Comparison, Pair, compare
 from tasks.run.night import AD_HOC, Night
 from tasks.run.plan import content_hash
-from tasks.tracking.nights import chosen_marks, find_cells, find_nights
-from tasks.tracking.runs import BASELINE, GOOD, PIN, all_runs
+from tasks.tracking.nights import BASELINE, GOOD, PIN, chosen_marks, find_cells, find_nights
+from tasks.tracking.runs import all_runs
 from tasks.tracking.store import TrackingStore
 
 IDENTITY = "kivi.identity"

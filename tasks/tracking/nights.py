@@ -1,38 +1,43 @@
-"""A night as MLflow runs: one parent for the matrix, one child for each cell, found again by their keys.
-
-Everything is logged from finished results, by the one process that holds the store (:func:`tasks.tracking.store.writer`),
-so logging again finds the runs and changes nothing: parameters are the same, and MLflow keeps one of two points that are
-equal in value, step and time, so points are dated by the run's own start plus their step.
-"""
+"""A night as MLflow runs: one parent for the matrix, one child for each cell, found again by their keys."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
-from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_PARENT_RUN_ID
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from kivi.measure.results import CellResult, metric_fields, metric_values
 from tasks.judge.gate import Verdict
 from tasks.report.figures import cell_figure
+from tasks.report.provenance import origin_tags
 from tasks.run.night import Night, Outcome, PromptSource, digest
 from tasks.sanitize import visible
-from tasks.tracking.runs import BASELINE, GOOD, PIN, search
+from tasks.tracking.runs import (
+    Content,
+    Point,
+    cache_params,
+    close_stale,
+    fill,
+    log_points,
+    reopen,
+    search,
+    shortened,
+    start,
+    supersede,
+)
 from tasks.tracking.store import TrackingStore
 
-if TYPE_CHECKING:
-    from kivi.measure.audit import AuditReport
-    from kivi.measure.backends.comparison import ComparisonResult
-    from kivi.measure.results import Provenance
+# Marks of the nights that later ones are compared with; see tasks.tracking.baseline.
+BASELINE, PIN = "kivi.baseline", "kivi.pin"
+GOOD = "good "  # how the mark of a night that passed its gate begins; one that a person set begins otherwise
 
 TABLE = "generations.json"
-POINTS_A_BATCH = 1000  # MLflow's limit of one log_batch
 TAG_LENGTH = 5000  # MLflow's limit of a tag is 8,000 bytes; an error's end says least
-NOTE_LENGTH = 8000  # the same limit, of a description: MLflow would cut it in a word
 DATASET_DIGEST_LENGTH = 36  # MLflow's limit; the whole digest is a tag
 # What the parent carries of its cells, since MLflow's charts show only the parent until it is expanded.
 ROLLED_UP = (
@@ -80,33 +85,19 @@ def finish_night(
         parent_id: What :func:`log_night` returned.
         night: The night.
         verdict: The gate's verdict on it.
-        note: The parent's description, in Markdown; see :func:`shortened`.
+        note: The parent's description, in Markdown; see :func:`tasks.tracking.runs.shortened`.
         files: Text artefacts by their path.
     """
-    client = store.client
-    run = client.get_run(parent_id)
+    run = store.client.get_run(parent_id)
     _log_roll_ups(store, run, night, verdict)
-    for path, text in files.items():
-        client.log_text(parent_id, text, path)
     children = {child.data.tags["kivi.cell_key"]: child.info.run_id for child in find_cells(store, parent_id)}
     for outcome in night.outcomes:
-        client.set_tag(children[outcome.cell.key], "kivi.verdict", verdict.of(outcome.cell.key))
-    client.set_tag(parent_id, "kivi.verdict", verdict.word)
-    client.set_tag(parent_id, MLFLOW_RUN_NOTE, shortened(note, "report.html"))
+        store.client.set_tag(children[outcome.cell.key], "kivi.verdict", verdict.of(outcome.cell.key))
+    note = shortened(note, "report.html")
+    content = Content(passed=verdict.passed, tags={"kivi.verdict": verdict.word}, files=dict(files), note=note)
     # Who runs a night again of which everything is there changes nothing about how long it took.
     seen_before = all(outcome.reused for outcome in night.outcomes)
-    client.set_terminated(
-        parent_id, "FINISHED" if verdict.passed else "FAILED", end_time=run.info.end_time if seen_before else None
-    )
-
-
-def shortened(note: str, whole: str) -> str:
-    """Return a description that MLflow takes, cut at the end of a line; ``whole`` is the run's file that has all of it."""
-    if len(note) <= NOTE_LENGTH:
-        return note
-    cut = f"\n… the rest is in this run's {whole} under Artifacts."
-    kept = note[: NOTE_LENGTH - len(cut)]
-    return kept[: kept.rfind("\n") + 1] + cut
+    fill(store, run, content, ended=run.info.end_time if seen_before else None)
 
 
 def find_nights(store: TrackingStore) -> list[Run]:
@@ -128,10 +119,8 @@ def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str
         old = found[1:]
         reopen(store, found[0])
     else:
-        tags = {**_night_tags(night), **writer_tag(store)}
         started = time.time() - sum(night.seconds.values())  # as MLflow shows it: the measurement, not only the logging
-        run = client.create_run(store.experiment_id, start_time=int(started * 1000), run_name=visible(night.title), tags=tags)
-        parent_id = run.info.run_id
+        parent_id = start(store, night.title, started, _night_tags(night)).info.run_id
         old = found
         client.log_batch(parent_id, params=[Param(name, value) for name, value in _night_params(night).items()])
     if night.flow_run_id:
@@ -141,8 +130,8 @@ def open_night(store: TrackingStore, night: Night, refresh: bool = False) -> str
         client.set_tag(parent_id, name, mark)
     for run in old:
         for cell in find_cells(store, run.info.run_id):
-            _supersede(store, cell, by=parent_id)
-        _supersede(store, run, by=parent_id)
+            supersede(store, cell, by=parent_id)
+        supersede(store, run, by=parent_id)
     return parent_id
 
 
@@ -172,94 +161,76 @@ def _log_outcome(store: TrackingStore, parent_id: str, outcome: Outcome, prompts
     client, result = store.client, outcome.result
     content = digest((result.model_dump_json(),)) if result is not None else ""
     run = _find_cell(store, parent_id, outcome, content)
-    run_id = run.info.run_id
     if outcome.error:
-        client.set_tag(run_id, "kivi.error", visible(outcome.error)[:TAG_LENGTH])
+        client.set_tag(run.info.run_id, "kivi.error", visible(outcome.error)[:TAG_LENGTH])
     elif "kivi.error" in run.data.tags:
-        client.delete_tag(run_id, "kivi.error")
+        client.delete_tag(run.info.run_id, "kivi.error")
     if result is None:
-        client.log_text(run_id, outcome.details or outcome.error, "error.txt")
-        client.set_terminated(run_id, "FAILED")
-        return
-    if run.info.status == "FINISHED":
-        return
-    # A run that failed before, or that was left in the middle of logging, is brought to its end.
-    client.log_batch(
-        run_id,
-        params=[Param(name, value) for name, value in cell_params(result).items()],
-        tags=[RunTag(name, value) for name, value in _result_tags(result, content).items()],
-    )
-    points = list(_points(result, run.info.start_time))
-    for start in range(0, len(points), POINTS_A_BATCH):
-        client.log_batch(run_id, metrics=points[start : start + POINTS_A_BATCH])
-    if prompts is not None:
-        _log_dataset(store, run_id, prompts)
-    _log_files(store, run_id, result)
-    # MLflow shows the time from start to end as how long the run took: that of the measurement, not of the logging.
-    end = run.info.start_time + int(1000 * sum(result.provenance.seconds.values()))
-    client.set_terminated(run_id, "FINISHED", end_time=end)
+        fill(store, run, Content(passed=False, files={"error.txt": outcome.details or outcome.error}))
+    elif run.info.status != "FINISHED":  # new, or one that failed before or was left half logged
+        if prompts is not None:
+            _log_dataset(store, run.info.run_id, prompts)
+        # MLflow shows the time from start to end as how long the run took: that of the measurement, not of the logging.
+        took = int(1000 * sum(result.provenance.seconds.values()))
+        fill(store, run, _content(result, content), ended=run.info.start_time + took)
 
 
 def _find_cell(store: TrackingStore, parent_id: str, outcome: Outcome, content: str) -> Run:
     """Return the run that holds this very result, or an unfinished one without a result, or a new one."""
-    found = search(store, {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.cell_key": outcome.cell.key})
+    key = {MLFLOW_PARENT_RUN_ID: parent_id, "kivi.cell_key": outcome.cell.key}
+    found = search(store, key)
     run = next((run for run in found if run.data.tags.get("kivi.result", "") in {content, ""}), None)
     if run is None:
-        tags = {"kivi.kind": "cell", "kivi.cell_key": outcome.cell.key, MLFLOW_PARENT_RUN_ID: parent_id, **writer_tag(store)}
         started = outcome.result.provenance.started.timestamp() if outcome.result else time.time()
-        name = f"{outcome.cell.spec.slug} {visible(outcome.cell.prompt_set)}"
-        run = store.client.create_run(store.experiment_id, start_time=int(started * 1000), tags=tags, run_name=name)
+        run = start(store, f"{outcome.cell.spec.slug} {outcome.cell.prompt_set}", started, {"kivi.kind": "cell", **key})
     for old in found:
         if old.info.run_id != run.info.run_id:
-            _supersede(store, old, by=run.info.run_id)
+            supersede(store, old, by=run.info.run_id)
     return run
 
 
-def cell_params(result: CellResult) -> dict[str, str]:
-    """Return the parameters of a cell, the same names for every kind of cache; ``none`` where the kind has no such thing."""
-    made, fields = result.provenance, result.spec.model_dump()
-    cache = {
-        f"cache.{name}": str(fields.get(name, "none"))
-        for name in ("kind", "key_bits", "value_bits", "group_size", "residual_length", "sink_length", "param_dtype")
+def _content(result: CellResult, content: str) -> Content:
+    made = result.provenance
+    files = {
+        "result.json": result.model_dump_json(indent=2),
+        "audit.json": result.audit.model_dump_json(indent=2),
+        "figures/by_step.svg": cell_figure(result),
     }
-    params = {
+    tags = {
+        "kivi.result": content,
+        "kivi.prompt_sha256": made.prompt_sha256,
+        "kivi.weights_digest": made.weights_digest,
+        "kivi.backend_reason": made.backend_reason,
+        "kivi.coverage": made.coverage_note,
+        **origin_tags(made),
+    }
+    rows = [continuation.model_dump() for continuation in result.generation.continuations]
+    if rows:
+        # MLflow's own log_table appends to a table that is there; a whole file in its format does not.
+        files[TABLE] = json.dumps({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})
+        tags[MLFLOW_LOGGED_ARTIFACTS] = json.dumps([{"path": TABLE, "type": "table"}])
+    return Content(passed=True, params=cell_params(result), tags=tags, points=tuple(_points(result)), files=files)
+
+
+def cell_params(result: CellResult) -> dict[str, str]:
+    """Return the parameters of a cell, the same names for every kind of cache."""
+    made = result.provenance
+    return {
         "model": made.model,
         "model_revision": made.model_revision,
         "prompt_set": made.prompt_set,
         "spec": result.spec.slug,
-        **cache,
+        **cache_params(result.spec),
         "backend": made.backend,
         "dtype": made.model_dtype,
         "device": made.device,
     }
-    return {name: visible(value) for name, value in params.items()}
 
 
-def _result_tags(result: CellResult, content: str) -> dict[str, str]:
-    made = result.provenance
-    return {
-        "kivi.result": content,
-        "kivi.prompt_sha256": made.prompt_sha256,
-        "kivi.weights_digest": made.weights_digest,
-        "kivi.backend_reason": visible(made.backend_reason),
-        "kivi.coverage": visible(made.coverage_note),
-        **origin_tags(made),
-    }
-
-
-def origin_tags(made: Provenance | ComparisonResult | AuditReport) -> dict[str, str]:
-    """Return the tags that say which code a result comes from, and with which packages and BLAS it ran."""
-    return {
-        "kivi.git_sha": made.git_sha + ("-dirty" if made.git_dirty else ""),
-        "kivi.blas": made.blas,
-        **{f"kivi.package.{name}": version for name, version in made.packages.items()},
-    }
-
-
-def _points(result: CellResult, start_ms: int) -> Iterator[Metric]:
-    """Yield every number and every curve of a result; a point's time is the run's start plus its step."""
+def _points(result: CellResult) -> Iterator[Point]:
+    """Yield every number and every curve of a result."""
     for name, value in metric_values(result):
-        yield Metric(name, value, start_ms, 0)
+        yield Point(name=name, value=value)
     curves = {
         "quality.logit_cosine": result.generation.logit_cosine,
         "generation.logit_cosine_free": result.generation.logit_cosine_free,
@@ -267,22 +238,9 @@ def _points(result: CellResult, start_ms: int) -> Iterator[Metric]:
     }
     for name, curve in curves.items():
         for step, value in enumerate(curve):
-            yield Metric(name, value, start_ms + step, step)
+            yield Point(name=name, value=value, step=step)
     for bucket in result.quality.by_depth:
-        yield Metric("quality.kl_by_depth", bucket.kl_mean, start_ms + bucket.start, bucket.start)
-
-
-def _log_files(store: TrackingStore, run_id: str, result: CellResult) -> None:
-    client = store.client
-    client.log_text(run_id, result.model_dump_json(indent=2), "result.json")
-    client.log_text(run_id, result.audit.model_dump_json(indent=2), "audit.json")
-    client.log_text(run_id, cell_figure(result), "figures/by_step.svg")
-    rows = [continuation.model_dump() for continuation in result.generation.continuations]
-    if rows:
-        # MLflow's own log_table appends to a table that is there; a whole file in its format does not.
-        columns = list(rows[0])
-        client.log_dict(run_id, {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}, TABLE)
-        client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, f'[{{"path": "{TABLE}", "type": "table"}}]')
+        yield Point(name="quality.kl_by_depth", value=bucket.kl_mean, step=bucket.start)
 
 
 def _log_dataset(store: TrackingStore, run_id: str, prompts: PromptSource) -> None:
@@ -307,10 +265,7 @@ def _log_roll_ups(store: TrackingStore, run: Run, night: Night, verdict: Verdict
     if run.data.tags.get("kivi.rolled_up", "").partition(" ")[2] == content:
         return
     attempt = int(run.data.tags.get("kivi.rolled_up", "-1 ").partition(" ")[0]) + 1
-    timestamp = run.info.start_time + attempt
-    metrics = [Metric(name, value, timestamp, attempt) for name, value in values.items()]
-    for start in range(0, len(metrics), POINTS_A_BATCH):
-        store.client.log_batch(run.info.run_id, metrics=metrics[start : start + POINTS_A_BATCH])
+    log_points(store, run, (Point(name=name, value=value, step=attempt) for name, value in values.items()))
     store.client.set_tag(run.info.run_id, "kivi.rolled_up", f"{attempt} {content}")
 
 
@@ -329,35 +284,6 @@ def roll_ups(night: Night, verdict: Verdict) -> Iterator[tuple[str, float]]:
                 by_spec.setdefault(result.spec.slug, []).append(value)
         for slug, values in by_spec.items():
             yield f"{name}/{slug}", min(values) if better[name] else max(values)
-
-
-def close_stale(store: TrackingStore, keep: str) -> None:
-    """Close runs that a process left RUNNING when it died; this process holds the store, so no other is logging."""
-    for run in search(store, writer_tag(store), "attributes.status = 'RUNNING'"):
-        tags = run.data.tags
-        if "kivi.kind" in tags and keep not in {run.info.run_id, tags.get(MLFLOW_PARENT_RUN_ID)}:
-            store.client.set_tag(run.info.run_id, "kivi.closed", "the process that logged this run ended before it was done")
-            store.client.set_terminated(run.info.run_id, "KILLED")
-
-
-def reopen(store: TrackingStore, run: Run) -> None:
-    """Make a run RUNNING again, to be brought to its end, also one that :func:`close_stale` closed."""
-    store.client.update_run(run.info.run_id, status="RUNNING")
-    if "kivi.closed" in run.data.tags:
-        store.client.delete_tag(run.info.run_id, "kivi.closed")
-
-
-def writer_tag(store: TrackingStore) -> dict[str, str]:
-    """Return the tag that tells this process's runs from those of other machines, where several write."""
-    return {"kivi.writer": visible(store.writer).replace("'", "")} if store.writer else {}
-
-
-def _supersede(store: TrackingStore, run: Run, by: str) -> None:
-    client, run_id = store.client, run.info.run_id
-    client.set_tag(run_id, "kivi.superseded", by)
-    client.update_run(run_id, name=f"{run.info.run_name} (superseded)")
-    if run.info.status == "RUNNING":
-        client.set_terminated(run_id, "KILLED")
 
 
 track = task(name="track", cache_policy=NO_CACHE)(log_night)

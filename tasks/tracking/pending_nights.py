@@ -11,15 +11,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from kivi.files import write_whole
 from tasks.config import Config, NightlyConfig
+from tasks.paths import PENDING
 from tasks.run.night import Night
-from tasks.run.result_files import StoreError, write_atomically
+from tasks.run.result_files import StoreError
 
-FOLDER = "unlogged"
 logger = logging.getLogger(__name__)
 
 
-class Unlogged(Config):
+class PendingNight(Config):
     """A night with what it is judged by."""
 
     night: Night
@@ -35,7 +36,7 @@ def keep(tracking_dir: Path, night: Night, config: NightlyConfig) -> None:
     path = _path(tracking_dir, night)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, Unlogged(night=night, config=config).model_dump_json().encode())
+        write_whole(path, PendingNight(night=night, config=config).model_dump_json())
     except OSError as error:
         raise StoreError(f"{path.parent} cannot be written to: {error.strerror}; free space or mend its permissions") from error
 
@@ -45,18 +46,18 @@ def forget(tracking_dir: Path, night: Night) -> None:
     _path(tracking_dir, night).unlink(missing_ok=True)
 
 
-def left_over(tracking_dir: Path, other_than: Night) -> list[Unlogged]:
+def left_over(tracking_dir: Path, other_than: Night) -> list[PendingNight]:
     """Return the nights that earlier runs could not log, oldest first."""
     found = []
-    for path in sorted((tracking_dir / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime):
+    for path in sorted((tracking_dir / PENDING).glob("*.json"), key=lambda path: path.stat().st_mtime):
         if path == _path(tracking_dir, other_than):
             continue
         try:
-            found.append(Unlogged.model_validate_json(path.read_bytes()))
+            found.append(PendingNight.model_validate_json(path.read_bytes()))
         except ValidationError as error:
-            logger.warning("%s is no night of this version and stays unlogged: %s", path, error.errors()[0]["msg"])
+            logger.warning("%s is no night of this version and is not logged: %s", path, error.errors()[0]["msg"])
     return found
 
 
 def _path(tracking_dir: Path, night: Night) -> Path:
-    return tracking_dir / FOLDER / f"{night.key}.json"
+    return tracking_dir / PENDING / f"{night.key}.json"

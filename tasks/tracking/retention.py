@@ -18,7 +18,8 @@ from pydantic import Field
 from tasks.config import Config
 from tasks.paths import ARTIFACTS
 from tasks.tracking.baseline import serving_cells
-from tasks.tracking.runs import BASELINE, PIN, all_runs
+from tasks.tracking.nights import BASELINE, PIN
+from tasks.tracking.runs import all_runs
 from tasks.tracking.store import TrackingError, TrackingStore
 
 PRUNED = "kivi.pruned"

@@ -23,8 +23,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.exc import SQLAlchemyError
 
-from tasks.paths import ARTIFACTS, DATABASE
-from tasks.secrets import redact
+from tasks.paths import ARTIFACTS, DATABASE, LOCK
+from tasks.sanitize import redact
 from tasks.tracking.schema import SchemaError, connect, require_current
 
 EXPERIMENT = "kivi-nightly"
@@ -32,7 +32,6 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else 
 TRACKING_URI = "KIVI_TRACKING_URI"
 SCHEMES = ("http", "https")  # of a server's address
 JOURNALS = ("-journal", "-wal", "-shm")  # what sqlite appends to a database's name for the files beside it
-LOCK = "writer.lock"
 LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
 
 

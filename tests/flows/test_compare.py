@@ -9,7 +9,7 @@ from flows.results import Checked, final_state
 from kivi.measure.backends.comparison import ComparisonSettings
 from kivi.measure.backends.speed import SpeedSettings
 from tasks.run.compare import EXPERIMENT, CompareConfig
-from tasks.tracking.checks import Logged
+from tasks.tracking.runs import Logged
 from tasks.tracking.store import writer
 
 CONFIG = CompareConfig(

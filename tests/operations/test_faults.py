@@ -25,7 +25,7 @@ from tasks.config import NightlyConfig
 from tasks.run.night import Night
 from tasks.run.result_files import ResultStore
 from tasks.run.result_transfer import fetch, send
-from tasks.secrets import redact
+from tasks.sanitize import redact
 from tasks.tracking.nights import find_cells, find_nights, log_night, open_night
 from tasks.tracking.pending_nights import keep, left_over
 from tasks.tracking.store import TRACKING_URI, TrackingError, writer

@@ -13,7 +13,7 @@ from kivi.measure.audit import AuditReport, AuditSettings, audit_spec
 from kivi.measure.backends.comparison import ComparisonResult, compare_backends
 from kivi.spec import CacheSpec
 from tasks.run import audit, compare
-from tasks.tracking.checks import find_entries
+from tasks.tracking.runs import search
 from tasks.tracking.store import writer
 
 SPEED = {
@@ -106,7 +106,7 @@ def test_what_was_measured_without_a_tracker_is_imported_once(tracking_dir, tmp_
             runs.append(json.loads(done.stdout)["logged"]["run_id"])
         assert runs[0] == runs[1]
         with writer(tracking_dir, flow.EXPERIMENT) as store:
-            assert runs[0] in {run.info.run_id for run in find_entries(store, kind)}
+            assert runs[0] in {run.info.run_id for run in search(store, {"kivi.kind": kind})}
 
 
 def test_a_file_that_says_what_it_is_and_is_not_is_refused_by_that_name(tracking_dir, tmp_path):

@@ -14,7 +14,7 @@ from flows.cli.results import fields, show
 from flows.results import NightResult
 from tasks.config import NightlyConfig
 from tasks.judge.gate import judge
-from tasks.tracking.checks import Logged
+from tasks.tracking.runs import Logged
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07 [bold]x[/bold] \u202eevil"
 

@@ -12,8 +12,7 @@ from kivi.measure.audit import AuditReport, AuditSettings, Check, Curve, Subject
 from kivi.spec import CacheSpec
 from tasks.report.audit import audit_figures, audit_markdown, quality_figure
 from tasks.run.audit import EXPERIMENT, AuditConfig, log_audit
-from tasks.tracking.checks import find_entries
-from tasks.tracking.nights import NOTE_LENGTH, shortened
+from tasks.tracking.runs import NOTE_LENGTH, search, shortened
 from tasks.tracking.store import writer
 
 SPEC = CacheSpec.parse("kivi:bits=2,residual=32,backend=mlx")
@@ -45,7 +44,7 @@ def test_an_audit_is_one_run_logged_once(tracking_dir, honest, lying):
     with writer(tracking_dir, EXPERIMENT) as store:
         logged = log_audit(store, honest, "f-1")
         assert log_audit(store, honest, "f-1") == logged
-        (run,) = find_entries(store, "audit")
+        (run,) = search(store, {"kivi.kind": "audit"})
         curve = store.client.get_metric_history(run.info.run_id, "audit.live_bytes")
         files = {file.path for file in store.client.list_artifacts(run.info.run_id)}
         failed = store.client.get_run(log_audit(store, lying).run_id)
@@ -86,7 +85,7 @@ def test_a_run_that_was_closed_half_logged_is_completed(tmp_path, honest, lying,
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
             patch.setattr(store.client, "log_text", full_disk)
             log_audit(store, honest)
-        (half,) = find_entries(store, "audit")
+        (half,) = search(store, {"kivi.kind": "audit"})
         log_audit(store, lying)
         closed = store.client.get_run(half.info.run_id)
         assert (closed.info.status, "kivi.closed" in closed.data.tags) == ("KILLED", True)

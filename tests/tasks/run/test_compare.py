@@ -11,7 +11,7 @@ from kivi.measure.backends.speed import SpeedSettings
 from kivi.spec import CacheSpec
 from tasks.report.comparison import comparison_markdown, headline, speed_figure
 from tasks.run.compare import EXPERIMENT, CompareConfig, log_comparison
-from tasks.tracking.checks import find_entries
+from tasks.tracking.runs import search
 from tasks.tracking.store import writer
 
 SETTINGS = ComparisonSettings(
@@ -58,8 +58,8 @@ def test_one_parent_and_a_child_a_backend_logged_once(tracking_dir, measured):
         logged = log_comparison(store, measured, "f-1")
         assert log_comparison(store, measured, "f-1") == logged
         assert store.client.get_experiment(store.experiment_id).name == "kivi-compare"
-        (parent,) = find_entries(store, "comparison")
-        (child,) = find_entries(store, "backend", parent.info.run_id)
+        (parent,) = search(store, {"kivi.kind": "comparison"})
+        (child,) = search(store, {"kivi.kind": "backend", "mlflow.parentRunId": parent.info.run_id})
         curve = store.client.get_metric_history(child.info.run_id, "speed.round_trip_seconds")
         files = {file.path for file in store.client.list_artifacts(parent.info.run_id)}
     assert (parent.info.run_id, (child.info.run_id,)) == (logged.run_id, logged.child_ids)

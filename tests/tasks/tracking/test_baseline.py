@@ -23,8 +23,7 @@ from tasks.tracking.baseline import (
     set_baseline,
     unpin,
 )
-from tasks.tracking.nights import finish_night, log_night
-from tasks.tracking.runs import PIN
+from tasks.tracking.nights import PIN, finish_night, log_night
 from tasks.tracking.store import database_uri
 
 CONFIG = NightlyConfig(specs=("full",))

@@ -9,7 +9,8 @@ import pytest
 
 from tasks.config import NightlyConfig
 from tasks.judge.gate import judge
-from tasks.tracking.nights import find_cells, finish_night, log_night, origin_tags, roll_ups
+from tasks.report.provenance import origin_tags
+from tasks.tracking.nights import find_cells, finish_night, log_night, roll_ups
 from tasks.tracking.store import TrackingError, writer
 
 CONFIG = NightlyConfig(specs=("full",))
