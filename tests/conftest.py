@@ -1,14 +1,18 @@
-"""What tests of several folders share: results made by hand, tiny models, and one Prefect server for those that need it."""
+"""What tests of several folders share: results made by hand, tiny models, and one Prefect server for those that need it.
+
+The library's own tests run where only its dependencies are, so tasks and flows are imported by the fixtures that need them.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,8 +38,10 @@ from kivi.measure.results import (
 )
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
-from tasks.config import ModelConfig
-from tasks.run.night import Night, Outcome, PromptSource, cell_of, digest
+
+if TYPE_CHECKING:
+    from tasks.config import ModelConfig
+    from tasks.run.night import Night
 
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import tab  # noqa: F401  a fixture
@@ -43,7 +49,12 @@ from browser import tab  # noqa: F401  a fixture
 SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
 
 MakeResult = Callable[..., CellResult]
-MakeNight = Callable[..., Night]
+MakeNight = Callable[..., "Night"]
+
+
+def key_of(*parts: str) -> str:
+    """Return a key of 32 hexadecimal digits."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def timing(value: float) -> Timing:
@@ -105,7 +116,7 @@ def build_result(
         ],
     )
     return CellResult(
-        cell_key=key or digest((spec, model, prompt_set)),
+        cell_key=key or key_of(spec, model, prompt_set),
         quality=Quality(
             kl_mean=kl_mean,
             kl_median=kl_mean / 2,
@@ -196,12 +207,13 @@ def make_result() -> MakeResult:
 @pytest.fixture(scope="session")
 def make_night() -> MakeNight:
     """Build a night from results; strings stand for cells that failed with that error."""
+    from tasks.run.night import Night, Outcome, PromptSource, cell_of
 
     def build(*results: CellResult | str, **fields: Any) -> Night:
         outcomes = [
             Outcome(cell=cell_of(result), result=result)
             if isinstance(result, CellResult)
-            else Outcome(cell=cell_of(build_result(key=digest((result,)))), error=result, details=f"Traceback\n{result}")
+            else Outcome(cell=cell_of(build_result(key=key_of(result))), error=result, details=f"Traceback\n{result}")
             for result in results
         ]
         sets = {outcome.cell.prompt_set: outcome.cell.prompt_sha256 for outcome in outcomes}
@@ -250,6 +262,8 @@ def write_model(folder: Path, seed: int) -> Path:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ModelConfig]:
     """Return the configuration of the tiny model of a seed, written when it is asked for first."""
+    from tasks.config import ModelConfig
+
     root = tmp_path_factory.mktemp("models")
 
     def provide(seed: int) -> ModelConfig:
