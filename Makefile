@@ -9,13 +9,18 @@ LOCK := $(if $(filter cuda,$(MLX)),requirements-cuda.lock,requirements.lock)
 STAMP := $(VENV)/.installed-$(MLX)
 UV := $(BIN)/python -m uv
 
-.PHONY: nightly test up down check format lock setup blas clean
+.PHONY: nightly test test-fast up down check format lock setup blas clean
 
 nightly: setup
 	$(BIN)/kivi nightly
 
+# As many processes as cores; tests that share a server or a store run in the same one.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# For the hand: no servers, no real model, no terminal.
+test-fast: setup
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" -q
 
 # Prefect, MLflow and a worker in the background, with the deployments of prefect.yaml. docs/operations.md says more.
 up: setup

@@ -8,7 +8,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,13 +46,42 @@ if TYPE_CHECKING:
     from tasks.config import ModelConfig
     from tasks.run.night import Night
 
-sys.path.insert(0, str(Path(__file__).parent))
-from browser import tab  # noqa: F401  a fixture
+TESTS = Path(__file__).parent
+SMOKE = TESTS.parent / "flows" / "configs" / "smoke.yaml"
 
-SMOKE = Path(__file__).parent.parent / "flows" / "configs" / "smoke.yaml"
+sys.path.insert(0, str(TESTS))
+from browser import tab  # noqa: E402, F401  a fixture
 
 MakeResult = Callable[..., CellResult]
 MakeNight = Callable[..., "Night"]
+
+
+# Rooms whose tests share servers and stores, and so a process; the others go to whichever process is free.
+SHARED = {"flows": "stores", "tasks": "stores", "operations": "servers"}
+SLOW = {"kivi_command", "lab", "loaded", "prefect_server", "smoke_night", "starter", "tracking"}  # fixtures that take seconds
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each process of ``pytest -n`` an accelerator lock of its own: its nights would wait for those of the others."""
+    if "PYTEST_XDIST_WORKER" in os.environ and "KIVI_CACHE_DIR" not in os.environ:
+        from kivi.models.embedded import cache_dir
+
+        shared = cache_dir() / "models"
+        shared.mkdir(parents=True, exist_ok=True)
+        own = Path(tempfile.mkdtemp(prefix="kivi-tests-"))
+        (own / "models").symlink_to(shared)
+        os.environ["KIVI_CACHE_DIR"] = str(own)
+        config.add_cleanup(lambda: shutil.rmtree(own))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests run in one process, and which are slow: ``-m "not slow"`` leaves those out."""
+    for item in items:
+        room = item.path.relative_to(TESTS).parts[0]
+        if room in SHARED:
+            item.add_marker(pytest.mark.xdist_group(SHARED[room]))
+        if room == "operations" or SLOW.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 def key_of(*parts: str) -> str:

@@ -76,7 +76,7 @@ def edited(tmp_path, make_result):
         ("provenance.prompt_set", ""),
         ("provenance.started", "2026-11-29T02:00:00"),
         ("provenance.started", "1970-01-01T00:00:00Z"),
-        ("provenance.started", LATER.isoformat()),
+        pytest.param("provenance.started", LATER.isoformat(), id="in two days"),
         ("cell_key", ""),
         ("cell_key", "../../elsewhere"),
         ("cell_key", "AB" * 16),
@@ -97,7 +97,7 @@ def test_what_no_measurement_gives_is_one_sentence_that_names_it(edited, tmp_pat
         ("generation.logit_cosine.3", 1.0000001),
         ("memory.growth_bytes", -4096),
         ("audit.bytes.spare", -8),
-        ("provenance.started", SOON.isoformat()),
+        pytest.param("provenance.started", SOON.isoformat(), id="in two hours"),
         ("cell_key", "ab" * 32),
     ],
 )
