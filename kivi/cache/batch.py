@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.cache.masks import default_mask, in_storage_order, require_question
+from kivi.cache.overflow import Checked, Flags, quantize
 from kivi.cache.padding import Padding
 from kivi.cache.rows import RowWindow, code_rows, sink_rows
 from kivi.cache.single import MAX_CODE_QUERIES, KIVICache
@@ -36,7 +37,7 @@ _backend = functools.cache(resolve)
 
 
 @loadable
-class BatchKIVICache:
+class BatchKIVICache(Checked):
     """A packed KV cache of one layer for sequences of different lengths.
 
     Given the same keys and values, the codes of a row equal those of a :class:`~kivi.cache.single.KIVICache` of that
@@ -53,6 +54,7 @@ class BatchKIVICache:
         rows = len(left_padding)
         self.spec = spec
         self._offsets = [0] * rows  # tokens of each row
+        self._unchecked = Flags()
         self._padding = Padding(left_padding)
         self._sinks = sink_rows(spec, rows)
         self._codes = code_rows(spec, rows)
@@ -78,6 +80,7 @@ class BatchKIVICache:
 
         Raises:
             AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            NonFiniteError: an earlier call brought what cannot be quantised, as for a :class:`~kivi.cache.KIVICache`.
             ValueError: keys and values do not go together, or not with what is here; the batch is as it was.
         """
         require_dispatch(sys._getframe(1).f_globals)
@@ -85,11 +88,14 @@ class BatchKIVICache:
         if keys.shape[0] != len(self._offsets):
             raise ValueError(f"keys {keys.shape}: this batch has {len(self._offsets)} rows")
         self._settle()
+        if self._unchecked.waiting:
+            self._check_due()
         skipped, taken = self._padding.take(keys.shape[-2])
         self._window.append(keys, values)
         self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
         # What the first query of each row would see quantised if its tokens came one at a time.
-        self._flush([offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)])
+        first = [offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)]
+        self._flush(first, calls=1 if keys.shape[-2] == 1 else 0)
         self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
         return keys, values
 
@@ -116,7 +122,7 @@ class BatchKIVICache:
         if mask is None or isinstance(mask, str):
             mask = default_mask(length, self._padding, causal=mask is not None)
         if length > MAX_CODE_QUERIES:
-            keys, values = self.keys_and_values()
+            keys, values = self._restored()
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             return out.astype(queries.dtype)
         stored = self._sinks.capacity + self._codes.capacity
@@ -127,7 +133,14 @@ class BatchKIVICache:
         """Return all tokens as the queries of the last call see them, in left-padded coordinates ``[B, H, width, D]``.
 
         Costly: the history is dequantised at each call.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
         """
+        self._check()
+        return self._restored()
+
+    def _restored(self) -> tuple[mx.array, mx.array]:
         starts = mx.array(self._window.starts, mx.int32)
         return self.backend.restore(self._history(), columns=self._padding.width, window_start=starts)
 
@@ -195,18 +208,25 @@ class BatchKIVICache:
         return first
 
     def extract(self, idx: int) -> KIVICache:
-        """Return row ``idx`` as a cache of its own."""
-        self._settle()
+        """Return row ``idx`` as a cache of its own.
+
+        Raises:
+            NonFiniteError: what was quantised, of any row, cannot be restored.
+        """
+        self._settle_checked()
         idx = range(len(self._offsets))[idx]
         if self._window.keys is None:
-            return KIVICache(self.spec)
+            empty = KIVICache(self.spec)
+            empty.layer = self.layer
+            return empty
         exact: Sequence[mx.array] = self._window.read([idx], self._window.starts[idx], self._window.stop)
         sinks: Sequence[mx.array] = self._sinks.row(idx)
         if self.spec.sink_length and not sinks:  # so short that all of it is sinks
             sinks, exact = exact, [part[..., :0, :] for part in exact]
         codes = self._codes.row(idx) or (None,) * len(CodeStore.AXES)
         arrays = dict(zip(STATE_ARRAYS, (*(sinks or (None, None)), *exact, *codes), strict=True))
-        return KIVICache.from_state({"spec": self.spec.model_dump_json(), "offset": self._offsets[idx], **arrays})
+        about = {"spec": self.spec.model_dump_json(), "layer": self.layer, "offset": self._offsets[idx]}
+        return KIVICache.from_state({**about, **arrays})
 
     def is_trimmable(self) -> bool:
         """Return True."""
@@ -239,11 +259,16 @@ class BatchKIVICache:
 
     @property
     def state(self) -> dict[str, Value]:
-        """Lengths, padding and the live arrays, spare capacity included, for ``save_prompt_cache`` and ``mx.eval``."""
-        self._settle()
+        """Lengths, padding and the live arrays, spare capacity included, for ``save_prompt_cache`` and ``mx.eval``.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
+        """
+        self._settle_checked()
         arrays = (*self._sinks.slots, self._window.keys, self._window.values, *self._codes.slots)
         return {
             "spec": self.spec.model_dump_json(),
+            "layer": self.layer,
             "width": self._padding.width,
             "offsets": list(self._offsets),
             "left_padding": list(self._padding.left),
@@ -273,6 +298,7 @@ class BatchKIVICache:
         lengths = {name: list(state[name]) for name in LENGTHS}
         arrays = [None if state[name] is None else mx.array(state[name]) for name in STATE_ARRAYS]
         batch = cls(CacheSpec.from_json(state["spec"]), lengths["left_padding"])
+        batch.layer = state.get("layer")  # files of earlier versions have none
         batch._offsets, batch._padding.right = lengths["offsets"], lengths["right_padding"]
         batch._padding.width = state["width"]
         batch._padding.to_come = None if state["to_come"] is None else list(state["to_come"])
@@ -280,6 +306,8 @@ class BatchKIVICache:
         batch._codes.restore(lengths["codes"], arrays[4:])
         batch._window.starts, batch._window.stop = lengths["starts"], state["stop"]
         batch._window.keys, batch._window.values = arrays[2:4]
+        if batch._codes.arrays:
+            batch._check_later(batch._codes.arrays)
         held = [frontier + batch._window.count(row) for row, frontier in enumerate(batch.frontiers)]
         if held != batch._offsets:
             raise ValueError(f"offsets={batch._offsets}: the state's rows hold {held} tokens, so it is damaged; make it anew")
@@ -304,7 +332,7 @@ class BatchKIVICache:
     @property
     def nbytes(self) -> int:
         """Bytes of the live arrays."""
-        self._settle()
+        self._settle_checked()
         return live_bytes(vars(self))
 
     @classmethod
@@ -313,6 +341,7 @@ class BatchKIVICache:
         if type(cache) is not KIVICache:
             raise SpecError(f"{type(cache).__name__}: a batch of packed caches takes KIVICache rows only; start it anew")
         batch = cls(cache.spec, [0])
+        batch.layer = cache.layer
         if cache.empty():
             return batch
         state: dict[str, Any] = cache.state
@@ -334,7 +363,7 @@ class BatchKIVICache:
             if batch.spec != self.spec:
                 raise SpecError(f"{batch.spec.slug}: cannot join a batch of {self.spec.slug}, one batch has one spec")
             batch._padding.require_whole_prompt("joined")
-            batch._settle()
+            batch._settle_checked()
         self._window.require_alike([batch._window for batch in others])
         self._offsets = [offset for batch in batches for offset in batch._offsets]
         self._padding.extend([batch._padding for batch in others])
@@ -350,8 +379,11 @@ class BatchKIVICache:
         sinks = self.spec.sink_length
         return 0 if offset < sinks else sinks + self.spec.quantized_tokens(offset)
 
-    def _flush(self, offsets: Sequence[int]) -> None:
-        """Move what leaves the window of each row, were it ``offsets[row]`` long, into sinks and codes."""
+    def _flush(self, offsets: Sequence[int], *, calls: int) -> None:
+        """Move what leaves the window of each row, were it ``offsets[row]`` long, into sinks and codes.
+
+        What was quantised is looked at once ``calls`` calls have gone by.
+        """
         moves: dict[tuple[int, int, int], list[int]] = {}
         for row, (offset, frontier) in enumerate(zip(offsets, self.frontiers, strict=True)):
             target = self._frontier_of(offset)
@@ -363,23 +395,24 @@ class BatchKIVICache:
             if to_sinks:
                 self._sinks.append(rows, (keys[..., :to_sinks, :], values[..., :to_sinks, :]))
             if target - frontier > to_sinks:
-                self._codes.append(rows, self._quantize(keys[..., to_sinks:, :], values[..., to_sinks:, :]))
+                quantized = quantize(self.backend, self.spec, keys[..., to_sinks:, :], values[..., to_sinks:, :])
+                self._codes.append(rows, [*quantized.keys, *quantized.values])
+                self._unchecked.add(quantized.unheld, calls=calls)
             for row in rows:
                 self._window.starts[row] += target - frontier
-
-    def _quantize(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        spec, backend = self.spec, self.backend
-        shared: dict[str, Any] = {"group_size": spec.group_size, "param_dtype": spec.params}
-        packed_keys = backend.quantize_keys(keys, bits=spec.key_bits, **shared)
-        return [*packed_keys, *backend.quantize_values(values, bits=spec.value_bits, **shared)]
 
     def _settle(self) -> None:
         """Bring every row to the state of its last token, once the call's queries are through."""
         if (moves := self._padding.align()) is not None:
             self._window.shift(moves)
-        self._flush(self._offsets)
+        self._flush(self._offsets, calls=0)
         if self._window.capacity - self._window.longest > 2 * self.spec.group_size + MAX_CODE_QUERIES:
             self._window.make_room(0)
+
+    def _codes_by_row(self) -> Iterator[tuple[int, int, Packed, Packed]]:
+        for row, start in enumerate(self._sinks.counts):
+            if codes := self._codes.row(row):
+                yield row, start, Packed(*codes[:3]), Packed(*codes[3:])
 
     def _history(self) -> History:
         codes, sinks = self._codes.arrays, self._sinks.arrays

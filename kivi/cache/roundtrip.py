@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from kivi import backends
 from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
+from kivi.cache.overflow import NonFiniteError, find_unheld, layer_prefix, quantize
 from kivi.cache.state import loadable
 from kivi.spec import CacheSpec, SpecError
 
@@ -41,11 +42,16 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
             raise SpecError(f"{spec.slug}: RoundTripKIVICache takes the kivi-roundtrip spec of one layer")
         super().__init__()
         self.spec = spec
+        self.layer: int | None = None
         self.frontier = spec.sink_length
         self._backend = backends.resolve(spec.backend)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return all tokens, the old ones rounded."""
+        """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return all tokens, the old ones rounded.
+
+        Raises:
+            NonFiniteError: the tokens that are to be rounded are not finite, or scale and zero cannot hold them.
+        """
         super().update_and_fetch(keys, values)
         frontier = self.spec.sink_length + self.spec.quantized_tokens(self.offset)
         if frontier > self.frontier:
@@ -56,10 +62,21 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
 
     def _roundtrip(self, start: int, stop: int) -> None:
         spec = self.spec
-        for array, bits, axis in ((self.keys, spec.key_bits, -2), (self.values, spec.value_bits, -1)):
-            array[..., start:stop, :] = self._backend.group_roundtrip(
-                array[..., start:stop, :], bits=bits, group_size=spec.group_size, axis=axis, param_dtype=spec.params
-            )
+        exact = [array[..., start:stop, :] for array in (self.keys, self.values)]
+        rounded = [
+            self._backend.group_roundtrip(x, bits=bits, group_size=spec.group_size, axis=axis, param_dtype=spec.params)
+            for x, bits, axis in zip(exact, (spec.key_bits, spec.value_bits), (-2, -1), strict=True)
+        ]
+        if not all(mx.all(mx.isfinite(x)).item() for x in rounded):
+            self._refuse_unheld(exact[0], exact[1], start)
+        del exact  # a view makes a write copy the whole array
+        for array, part in zip((self.keys, self.values), rounded, strict=True):
+            array[..., start:stop, :] = part
+
+    def _refuse_unheld(self, keys: mx.array, values: mx.array, start: int) -> None:
+        packed_keys, packed_values, _ = quantize(self._backend, self.spec, keys, values)
+        found = find_unheld(self.spec, packed_keys, packed_values, (keys.dtype, values.dtype), start=start)
+        raise NonFiniteError(f"{layer_prefix(self.layer)}{found}")
 
     def trim(self, n: int) -> int:
         """Drop the last ``n`` tokens and return how many were dropped; ``n`` is clamped to the tokens that are there.
@@ -82,6 +99,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.frontier, spec = value
+        self.layer = None
         self.spec = CacheSpec.model_validate_json(spec)
         self._backend = backends.resolve(self.spec.backend)
 

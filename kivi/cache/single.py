@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, Packed, resolve
 from kivi.cache.masks import require_question
+from kivi.cache.overflow import Checked, Flags, NonFiniteError, quantize
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
 from kivi.cache.storage import CodeStore, ExactStore, live_arrays, live_bytes, require_fitting
 from kivi.spec import CacheSpec, SpecError
@@ -42,12 +43,8 @@ MAX_CODE_QUERIES = 8
 _backend = functools.cache(resolve)  # asking what the machine has is slow; a cache holds a name, so that it can be copied
 
 
-class NonFiniteError(ValueError):
-    """NaN or infinity in a cache; the message names layer, what and token position."""
-
-
 @loadable
-class KIVICache:
+class KIVICache(Checked):
     """A packed KV cache of one layer, of one sequence or of several of equal length.
 
     mlx-lm's ``scaled_dot_product_attention`` must be dispatched to :meth:`attend` (see :mod:`kivi.attention`): what
@@ -65,6 +62,10 @@ class KIVICache:
     zero's rounding to ``param_dtype`` apart; it leaves a value as it is, but for the rounding of ``param_dtype`` and of the
     cache's dtype: its group is one token's.
 
+    A group that its scale and zero cannot hold (:mod:`kivi.cache.overflow`), or that holds NaN or infinity, is refused with a
+    :class:`~kivi.cache.overflow.NonFiniteError`: by the second call after the one that quantised it, or by whatever asks for the
+    state or the numbers before that.
+
     Args:
         spec: A spec with ``kind="kivi"``, without settings by layer.
 
@@ -74,6 +75,8 @@ class KIVICache:
     """
 
     # mlx-lm takes a cache with an attribute `bits` for its own quantised cache (see its models/base.py), so there is none.
+
+    _window: ExactStore
 
     max_code_queries = MAX_CODE_QUERIES  # of a call; longer ones dequantise
 
@@ -85,6 +88,7 @@ class KIVICache:
         _backend(spec.backend)  # a missing backend is an error before any token comes
         self.spec = spec
         self.offset = 0
+        self._unchecked = Flags()
         self._sinks = ExactStore(spec.sink_length)
         self._codes = CodeStore(key_bits=spec.key_bits, value_bits=spec.value_bits, group_size=spec.group_size)
         self._window = ExactStore(spec.residual_length + spec.group_size)
@@ -107,20 +111,24 @@ class KIVICache:
 
         Raises:
             AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            NonFiniteError: an earlier call brought what cannot be quantised.
             ValueError: keys and values do not go together, or not with what is here; the cache is as it was.
         """
         require_dispatch(sys._getframe(1).f_globals)
         require_fitting(keys, values, (self._window.keys, self._window.values))
         self._settle()
+        if self._unchecked.waiting:
+            self._check_due()
         first = self._frontier_of(self.offset + min(1, keys.shape[-2]))
+        calls = 1 if keys.shape[-2] == 1 else 0
         if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised
-            self._flush(first)
+            self._flush(first, calls)
         to_sinks = min(keys.shape[-2], max(0, self.spec.sink_length - self.offset))
         if to_sinks:
             self._sinks.append(keys[..., :to_sinks, :], values[..., :to_sinks, :])
         self._window.append(keys[..., to_sinks:, :], values[..., to_sinks:, :])
         self.offset += keys.shape[-2]
-        self._flush(first)
+        self._flush(first, calls)
         return keys, values
 
     def attend(
@@ -142,7 +150,7 @@ class KIVICache:
         """
         require_question(queries, mask, self._window.buffers()[0], self.offset)
         if self._codes.count == 0 or queries.shape[-2] > self.max_code_queries:
-            keys, values = self.keys_and_values()
+            keys, values = self._restored()
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             return out.astype(queries.dtype)
         history = self._history()
@@ -154,10 +162,12 @@ class KIVICache:
         """Return all tokens in order as the queries of the last call see them, keys and values ``[B, H, offset, D]``.
 
         Costly: the history is dequantised at each call, as :func:`kivi.quantize.group_dequantize` does.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
         """
-        if self.frontier == 0:
-            return self._window.live()
-        return self.backend.restore(self._history(), columns=self.offset)
+        self._check()
+        return self._restored()
 
     def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
         """Return the mask of the next ``N`` tokens, as mlx-lm's ``KVCache`` does."""
@@ -177,7 +187,12 @@ class KIVICache:
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the newest ``n`` tokens, at most all, and return how many were forgotten."""
+        """Forget the newest ``n`` tokens, at most all, and return how many were forgotten.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
+        """
+        self._check()
         n = max(0, min(self.offset, operator.index(n)))
         kept = self.offset - n
         if kept < self.frontier:
@@ -190,8 +205,12 @@ class KIVICache:
 
     @property
     def state(self) -> dict[str, Value]:
-        """What the cache is, the tokens that are there and no spare capacity, for ``save_prompt_cache`` and ``mx.eval``."""
-        self._settle()
+        """What the cache is, the tokens that are there and no spare capacity, for ``save_prompt_cache`` and ``mx.eval``.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
+        """
+        self._settle_checked()
         exact: list[mx.array | None] = [None] * 4
         if self._sinks.keys is not None:
             exact[:2] = self._sinks.live()
@@ -202,7 +221,7 @@ class KIVICache:
             keys, values = self._codes.slice(0, self._codes.count)
             codes = [*keys, *values]
         arrays = dict(zip(STATE_ARRAYS, [*exact, *codes], strict=True))
-        return {"spec": self.spec.model_dump_json(), "offset": self.offset, **arrays}
+        return {"spec": self.spec.model_dump_json(), "layer": self.layer, "offset": self.offset, **arrays}
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
@@ -219,6 +238,7 @@ class KIVICache:
         """
         require_state(state, ("spec", "offset"))
         cache = cls(CacheSpec.from_json(state["spec"]))
+        cache.layer = state.get("layer")  # files of earlier versions have none
         cache.offset = state["offset"]
         sink_keys, sink_values, window_keys, window_values, *codes = (state[name] for name in STATE_ARRAYS)
         if sink_keys is not None:
@@ -227,6 +247,7 @@ class KIVICache:
             cache._window.append(window_keys, window_values)
         if codes[0] is not None:
             cache._codes.append(Packed(*codes[:3]), Packed(*codes[3:]))
+            cache._check_later(codes)
         if (held := cache.frontier + cache._window.count) != cache.offset:
             raise ValueError(
                 f"offset={cache.offset}: the state's arrays hold {held} tokens, so it is damaged; make the cache anew"
@@ -239,13 +260,14 @@ class KIVICache:
 
         Raises:
             TypeError: ``full`` is no plain ``KVCache``.
+            NonFiniteError: what it holds cannot be quantised.
         """
         if type(full) is not mlx_lm_cache.KVCache:
             raise TypeError(f"{type(full).__name__}: only mlx-lm's KVCache can be converted, which holds every token in order")
         cache = cls(spec)
         if not full.empty() and full.offset:
             cache.update_and_fetch(full.keys[..., : full.offset, :], full.values[..., : full.offset, :])
-            cache._settle()
+            cache._settle_checked()
             mx.eval(list(live_arrays(vars(cache))))  # lets go of the full arrays
         return cache
 
@@ -258,12 +280,16 @@ class KIVICache:
 
     def dequantized(self) -> tuple[mx.array, mx.array]:
         """Return all tokens in order as the next call sees them before its own: keys and values ``[B, H, offset, D]``."""
-        self._settle()
-        return self.keys_and_values()
+        self._settle_checked()
+        return self._restored()
 
     def bytes(self) -> CacheBytes:
-        """Return what the cache weighs now; ``resident`` is measured from the live arrays, all else is counted."""
-        self._settle()
+        """Return what the cache weighs now; ``resident`` is measured from the live arrays, all else is counted.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
+        """
+        self._settle_checked()
         resident = live_bytes(vars(self))
         if self._window.keys is None or self._window.values is None:
             return CacheBytes(resident=resident, full_precision=0)
@@ -286,51 +312,46 @@ class KIVICache:
             layer: Index of the layer, for the message.
 
         Raises:
-            NonFiniteError: something is not finite; the message names layer, what and token position.
+            NonFiniteError: something is not finite, or cannot be restored; the message names layer, what and token position.
         """
         self._settle()
-        looks: list[tuple[str, int, int, mx.array]] = []  # what, position of the first, tokens each, the array by tokens
-        if self._codes.count:
-            keys, values = self._codes.slice(0, self._codes.count)
-            start = self._sinks.count
-            for part in ("scale", "zero"):
-                looks.append(("key group", start, self.spec.group_size, getattr(keys, part).swapaxes(-1, -2)))
-                looks.append(("value", start, 1, getattr(values, part)))
+        self._refuse(layer)
         for store, start in ((self._sinks, 0), (self._window, self.frontier)):
-            if store.count:
-                looks += [(f"exact {what}", start, 1, part) for what, part in zip(("key", "value"), store.live(), strict=True)]
-        bad = [mx.any(~mx.isfinite(array), axis=(0, 1, 3)) for _, _, _, array in looks]
-        mx.eval(bad)
-        for (what, start, tokens, _), flags in zip(looks, bad, strict=True):
-            if mx.any(flags):
-                position = start + tokens * int(mx.argmax(flags))
-                raise NonFiniteError(
-                    f"layer {layer}: NaN or infinity in the {what} at token {position}; look at the model's weights and dtype"
-                )
+            for what, part in zip(("key", "value"), store.live() if store.count else (), strict=False):
+                flags = mx.any(~mx.isfinite(part), axis=(0, 1, 3))
+                if mx.any(flags):
+                    raise NonFiniteError(
+                        f"layer {layer}: NaN or infinity in the exact {what} at token {start + int(mx.argmax(flags))}; "
+                        "look at the model's weights and dtype"
+                    )
 
     def _frontier_of(self, offset: int) -> int:
         """Return the frontier of a cache that was given ``offset`` tokens and never trimmed."""
         return min(offset, self.spec.sink_length) + self.spec.quantized_tokens(offset)
 
-    def _flush(self, frontier: int) -> None:
-        """Quantise the tokens of the window before ``frontier``."""
+    def _flush(self, frontier: int, calls: int) -> None:
+        """Quantise the tokens of the window before ``frontier``, and have a look at it once ``calls`` calls have gone by."""
         count = frontier - self.frontier
         if count <= 0:
             return
         keys, values = self._window.live()
-        spec, backend = self.spec, self.backend
-        packed_keys = backend.quantize_keys(
-            keys[..., :count, :], bits=spec.key_bits, group_size=spec.group_size, param_dtype=spec.params
-        )
-        packed_values = backend.quantize_values(
-            values[..., :count, :], bits=spec.value_bits, group_size=spec.group_size, param_dtype=spec.params
-        )
-        self._codes.append(packed_keys, packed_values)
+        quantized = quantize(self.backend, self.spec, keys[..., :count, :], values[..., :count, :])
+        self._codes.append(quantized.keys, quantized.values)
+        self._unchecked.add(quantized.unheld, calls=calls)
         self._window.drop_first(count)
 
     def _settle(self) -> None:
         """Bring the state to that of the last token, once the call's queries are through."""
-        self._flush(self._frontier_of(self.offset))
+        self._flush(self._frontier_of(self.offset), calls=0)
+
+    def _codes_by_row(self) -> Iterator[tuple[int, int, Packed, Packed]]:
+        if self._codes.count:
+            yield 0, self._sinks.count, *self._codes.slice(0, self._codes.count)
+
+    def _restored(self) -> tuple[mx.array, mx.array]:
+        if self.frontier == 0:
+            return self._window.live()
+        return self.backend.restore(self._history(), columns=self.offset)
 
     def _reopen(self, kept: int) -> None:
         """Move the frontier back to the last whole group of the first ``kept`` tokens; what follows returns to the window."""

@@ -17,7 +17,7 @@ from kivi.backends import resolve
 from kivi.measure import MeasureError
 from kivi.measure.audit import byte_accounting as books
 from kivi.measure.audit import decode_length as model
-from kivi.measure.audit import history
+from kivi.measure.audit import history, overflow
 from kivi.measure.audit import parity as backends
 from kivi.measure.audit.report import AuditReport, Notes, Scene, SceneSettings, audit_passed
 from kivi.measure.audit.subject import Subject, subject_of
@@ -37,6 +37,7 @@ SCENES: Mapping[str, tuple[str, SceneFunction]] = {
     "trim": ("Is it right after a trim, and when it grows again?", history.trim),
     "save": ("Does it survive saving and loading?", history.save_and_load),
     "batch": ("Is a row of a batch what the sequence alone would be?", history.batch),
+    "overflow": ("Does it restore or refuse numbers that its scales and zeros may not hold?", overflow.overflow),
     "parity": ("Do all backends compute what the definition does?", backends.parity),
 }
 QUALITY = "quality"

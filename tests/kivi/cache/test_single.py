@@ -11,8 +11,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kivi.backends import ATTENTION_BOUND
 from kivi.cache.batch import BatchKIVICache
+from kivi.cache.overflow import NonFiniteError
 from kivi.cache.roundtrip import RoundTripKIVICache
-from kivi.cache.single import MAX_CODE_QUERIES, DequantizedKIVICache, KIVICache, NonFiniteError
+from kivi.cache.single import MAX_CODE_QUERIES, DequantizedKIVICache, KIVICache
 from kivi.quantize import group_roundtrip
 from kivi.spec import CacheSpec, LayerSpec, SpecError
 
