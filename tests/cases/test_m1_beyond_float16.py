@@ -117,7 +117,6 @@ QUESTIONS = {
     "bytes": lambda cache: cache.bytes(),
     "nbytes": lambda cache: cache.nbytes,
     "check_finite": lambda cache: cache.check_finite(3),
-    "save": lambda cache: save_prompt_cache("never.safetensors", [cache]),
     "state of a copy": lambda cache: copy.deepcopy(cache).state,
 }
 
