@@ -138,7 +138,11 @@ def _own_make_cache(model: Module) -> Callable[[], list[Any]]:
 
 
 def _make_caches(own: Callable[[], list[Any]], plan: Plan) -> list[Any]:
-    return [cache if spec is None else MAKERS[spec.kind](spec) for cache, spec in zip(own(), plan, strict=True)]
+    caches = [cache if spec is None else MAKERS[spec.kind](spec) for cache, spec in zip(own(), plan, strict=True)]
+    for layer, cache in enumerate(caches):
+        if isinstance(cache, KIVICache | RoundTripKIVICache):
+            cache.layer = layer
+    return caches
 
 
 def _plan_layers(model: Module, spec: CacheSpec) -> Plan:

@@ -11,7 +11,7 @@ padding takes no part: the codes of a row begin at the row's own position 0 and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from kivi.cache.padding import Padding
 from kivi.cache.rows import CodeRows, RowWindow, SinkRows
 from kivi.cache.single import KIVICache
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
+from kivi.codec import Packed
 from kivi.spec import CacheSpec, SpecError
 
 LENGTHS = ("offsets", "left_padding", "right_padding", "sinks", "codes", "starts")  # of a state, a number a row
@@ -128,18 +129,25 @@ class BatchKIVICache(PackedCache):
         return first
 
     def extract(self, idx: int) -> KIVICache:
-        """Return row ``idx`` as a cache of its own."""
-        self._settle()
+        """Return row ``idx`` as a cache of its own.
+
+        Raises:
+            NonFiniteError: what was quantised, of any row, cannot be restored.
+        """
+        self._settle_and_check()
         idx = range(len(self._offsets))[idx]
         if self._window.keys is None:
-            return KIVICache(self.spec)
+            empty = KIVICache(self.spec)
+            empty.layer = self.layer
+            return empty
         exact: Sequence[mx.array] = self._window.read([idx], self._window.starts[idx], self._window.stop)
         sinks: Sequence[mx.array] = self._sinks.row(idx)
         if self.spec.sink_length and not sinks:  # so short that all of it is sinks
             sinks, exact = exact, [part[..., :0, :] for part in exact]
         codes = self._codes.row(idx) or (None,) * len(self._codes.axes)
         arrays = dict(zip(STATE_ARRAYS, (*(sinks or (None, None)), *exact, *codes), strict=True))
-        return KIVICache.from_state({"spec": self.spec.model_dump_json(), "offset": self._offsets[idx], **arrays})
+        about = {"spec": self.spec.model_dump_json(), "layer": self.layer, "offset": self._offsets[idx]}
+        return KIVICache.from_state({**about, **arrays})
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` columns of every row as :meth:`KIVICache.trim` does, and return how many were forgotten.
@@ -169,7 +177,6 @@ class BatchKIVICache(PackedCache):
         """Return lengths, padding and the live arrays, spare capacity included."""
         arrays = (*self._sinks.slots, self._window.keys, self._window.values, *self._codes.slots)
         return {
-            "spec": self.spec.model_dump_json(),
             "width": self._padding.width,
             "offsets": list(self._offsets),
             "left_padding": list(self._padding.left),
@@ -195,6 +202,7 @@ class BatchKIVICache(PackedCache):
         lengths = {name: list(state[name]) for name in LENGTHS}
         arrays = [None if state[name] is None else mx.array(state[name]) for name in STATE_ARRAYS]
         batch = cls(CacheSpec.from_json(state["spec"]), lengths["left_padding"])
+        batch.layer = state.get("layer")  # states of version 0.1.0 have none
         batch._offsets, batch._padding.right = lengths["offsets"], lengths["right_padding"]
         batch._padding.width = state["width"]
         batch._padding.to_come = None if state["to_come"] is None else list(state["to_come"])
@@ -202,6 +210,8 @@ class BatchKIVICache(PackedCache):
         batch._codes.restore(lengths["codes"], arrays[4:])
         batch._window.starts, batch._window.stop = lengths["starts"], state["stop"]
         batch._window.keys, batch._window.values = arrays[2:4]
+        if batch._codes.arrays:
+            batch._check_later(batch._codes.arrays)
         held = [frontier + batch._window.count(row) for row, frontier in enumerate(batch.frontiers)]
         if held != batch._offsets:
             raise ValueError(f"offsets={batch._offsets}: the state's rows hold {held} tokens, so it is damaged; make it anew")
@@ -213,6 +223,7 @@ class BatchKIVICache(PackedCache):
         if type(cache) is not KIVICache:
             raise SpecError(f"{type(cache).__name__}: a batch of packed caches takes KIVICache rows only; start it anew")
         batch = cls(cache.spec, [0])
+        batch.layer = cache.layer
         if cache.empty():
             return batch
         state: dict[str, Any] = cache.state
@@ -234,7 +245,7 @@ class BatchKIVICache(PackedCache):
             if batch.spec != self.spec:
                 raise SpecError(f"{batch.spec.slug}: cannot join a batch of {self.spec.slug}, one batch has one spec")
             batch._padding.require_whole_prompt("joined")
-            batch._settle()
+            batch._settle_and_check()
         self._window.require_alike([batch._window for batch in others])
         self._offsets = [offset for batch in batches for offset in batch._offsets]
         self._padding.extend([batch._padding for batch in others])
@@ -246,11 +257,13 @@ class BatchKIVICache(PackedCache):
         if keys.shape[0] != len(self._offsets):
             raise ValueError(f"keys {keys.shape}: this batch has {len(self._offsets)} rows")
         self._settle()
+        self._check_due()
         skipped, taken = self._padding.take(keys.shape[-2])
         self._window.append(keys, values)
         self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
         # What the first query of each row would see quantised if its tokens came one at a time.
-        self._flush([offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)])
+        first = [offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)]
+        self._flush(first, calls=1 if keys.shape[-2] == 1 else 0)
         self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
 
     def _frontier_of(self, offset: int) -> int:
@@ -261,8 +274,11 @@ class BatchKIVICache(PackedCache):
         sinks = self.spec.sink_length
         return 0 if offset < sinks else sinks + self.spec.quantized_tokens(offset)
 
-    def _flush(self, offsets: Sequence[int]) -> None:
-        """Move what leaves the window of each row, were it ``offsets[row]`` long, into sinks and codes."""
+    def _flush(self, offsets: Sequence[int], calls: int = 0) -> None:
+        """Move what leaves the window of each row, were it ``offsets[row]`` long, into sinks and codes.
+
+        What was quantised is looked at once ``calls`` more calls have gone by.
+        """
         moves: dict[tuple[int, int, int], list[int]] = {}
         for row, (offset, frontier) in enumerate(zip(offsets, self.frontiers, strict=True)):
             target = self._frontier_of(offset)
@@ -274,7 +290,7 @@ class BatchKIVICache(PackedCache):
             if to_sinks:
                 self._sinks.append(rows, (keys[..., :to_sinks, :], values[..., :to_sinks, :]))
             if target - frontier > to_sinks:
-                packed_keys, packed_values = self._quantize(keys[..., to_sinks:, :], values[..., to_sinks:, :])
+                packed_keys, packed_values = self._quantize(keys[..., to_sinks:, :], values[..., to_sinks:, :], calls)
                 self._codes.append(rows, (*packed_keys, *packed_values))
             for row in rows:
                 self._window.starts[row] += target - frontier
@@ -285,6 +301,11 @@ class BatchKIVICache(PackedCache):
         self._flush(self._offsets)
         if self._window.capacity - self._window.longest > 2 * self.spec.group_size + MAX_CODE_QUERIES:
             self._window.make_room(0)
+
+    def _codes_by_row(self) -> Iterator[tuple[int, int, Packed, Packed]]:
+        for row, start in enumerate(self._sinks.counts):
+            if codes := self._codes.row(row):
+                yield row, start, Packed(*codes[:3]), Packed(*codes[3:])
 
     def _held(self) -> Tokens:
         quantized = sum(self._codes.counts)

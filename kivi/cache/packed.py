@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
@@ -17,9 +18,10 @@ from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.attention import require_dispatch
 from kivi.backends import Backend, History, resolve
 from kivi.cache.masks import require_question
+from kivi.cache.overflow import Flags, NonFiniteError, any_unheld, find_unheld, in_layer, quantize
 from kivi.cache.rows import CodeRows, RowWindow, SinkRows
 from kivi.cache.state import Value
-from kivi.cache.storage import CodeStore, ExactStore, live_bytes, require_fitting
+from kivi.cache.storage import CodeStore, ExactStore, live_arrays, live_bytes, require_fitting
 from kivi.codec import Packed
 from kivi.spec import CacheSpec, SpecError
 
@@ -40,6 +42,10 @@ class Tokens(NamedTuple):
 class PackedCache(ABC):
     """One layer's keys and values as packed codes plus exact tokens, in mlx-lm's cache protocol.
 
+    A group that its scale and zero cannot hold (:mod:`kivi.cache.overflow`), or that holds NaN or infinity, is refused with a
+    :class:`~kivi.cache.overflow.NonFiniteError`: by the second call after the one that quantised it, or by whatever asks for
+    the state or the numbers before that.
+
     Where the spec rotates keys or values, everything that is stored is rotated, exact tokens too, and so is :attr:`state`.
     What comes in and goes out is not.
 
@@ -55,6 +61,8 @@ class PackedCache(ABC):
 
     max_code_queries = MAX_CODE_QUERIES  # of a call; longer ones dequantise
 
+    layer: int | None = None  # index, for messages; make_prompt_cache sets it
+
     _sinks: ExactStore | SinkRows
     _codes: CodeStore | CodeRows
     _window: ExactStore | RowWindow
@@ -68,6 +76,7 @@ class PackedCache(ABC):
         self.spec = spec
         self._codecs = spec.codecs
         self._rotated = self._codecs.rotated
+        self._unchecked = Flags()
 
     @property
     def backend(self) -> Backend:
@@ -79,6 +88,7 @@ class PackedCache(ABC):
 
         Raises:
             AttentionError: the caller is a model of mlx-lm that would attend to the call's tokens alone.
+            NonFiniteError: an earlier call brought what cannot be quantised.
             RotationError: they have a number of channels that cannot be rotated as the spec wants.
             ValueError: keys and values do not go together, or not with what is here; the cache is as it was.
         """
@@ -130,7 +140,11 @@ class PackedCache(ABC):
         """Return all tokens in order as the queries of the last call see them, keys and values ``[B, H, size(), D]``.
 
         Costly: the history is dequantised at each call, as :func:`kivi.quantize.group_dequantize` does.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
         """
+        self._check()
         keys, values = self._restore()
         return self._codecs.keys.rotate_back(keys), self._codecs.values.rotate_back(values)
 
@@ -148,9 +162,13 @@ class PackedCache(ABC):
 
     @property
     def state(self) -> dict[str, Value]:
-        """What the cache is, lengths and arrays, for ``save_prompt_cache`` and ``mx.eval``."""
-        self._settle()
-        return self._state()
+        """What the cache is, lengths and arrays, for ``save_prompt_cache`` and ``mx.eval``.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
+        """
+        self._settle_and_check()
+        return {"spec": self.spec.model_dump_json(), "layer": self.layer, **self._state()}
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
@@ -162,8 +180,12 @@ class PackedCache(ABC):
         """Return the cache whose :attr:`state` this is, in arrays of its own."""
 
     def bytes(self) -> CacheBytes:
-        """Return what the cache weighs now; ``resident`` is measured from the live arrays, all else is counted."""
-        self._settle()
+        """Return what the cache weighs now; ``resident`` is measured from the live arrays, all else is counted.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
+        """
+        self._settle_and_check()
         resident = live_bytes(vars(self))
         if self._window.keys is None or self._window.values is None:
             return CacheBytes(resident=resident, full_precision=0)
@@ -176,7 +198,7 @@ class PackedCache(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the live arrays."""
-        self._settle()
+        self._settle_and_check()
         return live_bytes(vars(self))
 
     def _attends_on_codes(self, length: int) -> bool:
@@ -219,8 +241,47 @@ class PackedCache(ABC):
     def _counts(self) -> tuple[int, int, int] | tuple[mx.array, mx.array, mx.array]:
         """Return the tokens of sinks, codes and window; as int32 ``[B]`` where rows differ."""
 
-    def _quantize(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
-        return self.backend.quantize(keys, self._codecs.keys), self.backend.quantize(values, self._codecs.values)
+    @abstractmethod
+    def _codes_by_row(self) -> Iterator[tuple[int, int, Packed, Packed]]:
+        """Yield index of the first row, position of the first token, and codes of rows that are equally long."""
+
+    def _quantize(self, keys: mx.array, values: mx.array, calls: int) -> tuple[Packed, Packed]:
+        """Return the codes of whole groups, which are looked at once ``calls`` more calls have gone by."""
+        quantized = quantize(self.backend, self._codecs, keys, values)
+        self._unchecked.add(quantized.unheld, calls=calls)
+        return quantized.keys, quantized.values
+
+    def _check_later(self, codes: Sequence[mx.array]) -> None:
+        """Have words, scales and zeros of keys and values, which were loaded, looked at with the next call."""
+        self._unchecked.add(any_unheld(self._codecs, Packed(*codes[:3]), Packed(*codes[3:]), self._dtypes()), calls=0)
+
+    def _check_due(self) -> None:
+        """Count a call, and refuse what is due."""
+        if self._unchecked.waiting and self._unchecked.next_call():
+            self._refuse()
+
+    def _settle_and_check(self) -> None:
+        self._settle()
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse what was quantised and cannot be restored; waits for the arrays where there is something to look at."""
+        if self._unchecked.waiting:
+            mx.eval(list(live_arrays(vars(self))))  # all: what is evaluated in parts holds on to its exact tokens
+            if self._unchecked.any_set():
+                self._refuse()
+
+    def _refuse(self, layer: int | None = None) -> None:
+        """Raise for the first group that cannot be restored; there is none if its row has left the batch."""
+        for row, start, keys, values in self._codes_by_row():
+            if found := find_unheld(self.spec, keys, values, self._dtypes(), start=start, row=row):
+                raise NonFiniteError(in_layer(self.layer if layer is None else layer, found))
+        self._unchecked.waiting.clear()
+
+    def _dtypes(self) -> tuple[mx.Dtype, mx.Dtype]:
+        """Return what keys and values are restored to."""
+        keys, values = self._window.buffers()
+        return keys.dtype, values.dtype
 
     def _history(self) -> History:
         window_keys, window_values = self._window.buffers()

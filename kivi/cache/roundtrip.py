@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from kivi import backends
 from kivi.accounting import CacheBytes, Token, packed_bytes, resident_bytes
+from kivi.cache.overflow import NonFiniteError, find_unheld, in_layer, quantize
 from kivi.cache.state import loadable
 from kivi.spec import CacheSpec, SpecError
 
@@ -41,6 +42,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
             raise SpecError(f"{spec.slug}: RoundTripKIVICache takes the kivi-roundtrip spec of one layer")
         super().__init__()
         self.spec = spec
+        self.layer: int | None = None
         self.frontier = spec.sink_length
         self._backend = backends.resolve(spec.backend)
 
@@ -48,6 +50,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         """Store keys ``[B, H, S, D_k]`` and values ``[B, H, S, D_v]``; return all tokens, the old ones rounded.
 
         Raises:
+            NonFiniteError: the tokens that are to be rounded are not finite, or scale and zero cannot hold them.
             RotationError: they have a number of channels that cannot be rotated as the spec wants.
         """
         if self.empty():
@@ -62,9 +65,18 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
         return fetched
 
     def _roundtrip(self, start: int, stop: int) -> None:
-        for array, codec in zip((self.keys, self.values), self.spec.codecs, strict=True):
-            rounded = self._backend.group_roundtrip(codec.rotate(array[..., start:stop, :]), codec)
-            array[..., start:stop, :] = codec.rotate_back(rounded)
+        codecs = self.spec.codecs
+        sides = zip((self.keys, self.values), codecs, strict=True)
+        exact = [codec.rotate(array[..., start:stop, :]) for array, codec in sides]
+        rounded = [self._backend.group_roundtrip(part, codec) for part, codec in zip(exact, codecs, strict=True)]
+        if not all(mx.all(mx.isfinite(part)).item() for part in rounded):
+            codes = quantize(self._backend, codecs, *exact)
+            dtypes = (exact[0].dtype, exact[1].dtype)
+            found = find_unheld(self.spec, codes.keys, codes.values, dtypes, start=start)
+            raise NonFiniteError(in_layer(self.layer, str(found)))
+        del exact  # a view makes a write copy the whole array
+        for array, codec, part in zip((self.keys, self.values), codecs, rounded, strict=True):
+            array[..., start:stop, :] = codec.rotate_back(part)
 
     def trim(self, n: int) -> int:
         """Drop the last ``n`` tokens and return how many were dropped; ``n`` is clamped to the tokens that are there.
@@ -87,6 +99,7 @@ class RoundTripKIVICache(mlx_lm_cache.KVCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.frontier, spec = value
+        self.layer = None
         self.spec = CacheSpec.model_validate_json(spec)
         self._backend = backends.resolve(self.spec.backend)
 

@@ -18,22 +18,19 @@ the call's other tokens are exact for it. After the call the state is that of it
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
+from kivi.cache.overflow import NonFiniteError
 from kivi.cache.packed import PackedCache, Tokens
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
 from kivi.cache.storage import CodeStore, ExactStore, live_arrays
 from kivi.codec import Packed
 from kivi.spec import CacheSpec
-
-
-class NonFiniteError(ValueError):
-    """NaN or infinity in a cache; the message names layer, what and token position."""
 
 
 @loadable
@@ -94,7 +91,12 @@ class KIVICache(PackedCache):
         return self.offset
 
     def trim(self, n: int) -> int:
-        """Forget the newest ``n`` tokens, at most all, and return how many were forgotten."""
+        """Forget the newest ``n`` tokens, at most all, and return how many were forgotten.
+
+        Raises:
+            NonFiniteError: what was quantised cannot be restored.
+        """
+        self._check()
         n = max(0, min(self.offset, operator.index(n)))
         kept = self.offset - n
         if kept < self.frontier:
@@ -117,7 +119,7 @@ class KIVICache(PackedCache):
             keys, values = self._codes.slice(0, self._codes.count)
             codes = [*keys, *values]
         arrays = dict(zip(STATE_ARRAYS, [*exact, *codes], strict=True))
-        return {"spec": self.spec.model_dump_json(), "offset": self.offset, **arrays}
+        return {"offset": self.offset, **arrays}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
@@ -130,6 +132,7 @@ class KIVICache(PackedCache):
         """
         require_state(state, ("spec", "offset"))
         cache = cls(CacheSpec.from_json(state["spec"]))
+        cache.layer = state.get("layer")  # states of version 0.1.0 have none
         cache.offset = state["offset"]
         sink_keys, sink_values, window_keys, window_values, *codes = (state[name] for name in STATE_ARRAYS)
         if sink_keys is not None:
@@ -138,6 +141,7 @@ class KIVICache(PackedCache):
             cache._window.append(window_keys, window_values)
         if codes[0] is not None:
             cache._codes.append(Packed(*codes[:3]), Packed(*codes[3:]))
+            cache._check_later(codes)
         if (held := cache.frontier + cache._window.count) != cache.offset:
             raise ValueError(
                 f"offset={cache.offset}: the state's arrays hold {held} tokens, so it is damaged; make the cache anew"
@@ -150,13 +154,14 @@ class KIVICache(PackedCache):
 
         Raises:
             TypeError: ``full`` is no plain ``KVCache``.
+            NonFiniteError: what it holds cannot be quantised.
         """
         if type(full) is not mlx_lm_cache.KVCache:
             raise TypeError(f"{type(full).__name__}: only mlx-lm's KVCache can be converted, which holds every token in order")
         cache = cls(spec)
         if not full.empty() and full.offset:
             cache.update_and_fetch(full.keys[..., : full.offset, :], full.values[..., : full.offset, :])
-            cache._settle()
+            cache._settle_and_check()
             mx.eval(list(live_arrays(vars(cache))))  # lets go of the full arrays
         return cache
 
@@ -177,51 +182,45 @@ class KIVICache(PackedCache):
             layer: Index of the layer, for the message.
 
         Raises:
-            NonFiniteError: something is not finite; the message names layer, what and token position.
+            NonFiniteError: something is not finite, or cannot be restored; the message names layer, what and token position.
         """
         self._settle()
-        looks: list[tuple[str, int, int, mx.array]] = []  # what, position of the first, tokens each, the array by tokens
-        if self._codes.count:
-            keys, values = self._codes.slice(0, self._codes.count)
-            start = self._sinks.count
-            for part in ("scale", "zero"):
-                looks.append(("key group", start, self.spec.group_size, getattr(keys, part).swapaxes(-1, -2)))
-                looks.append(("value", start, 1, getattr(values, part)))
+        self._refuse(layer)
         for store, start in ((self._sinks, 0), (self._window, self.frontier)):
-            if store.count:
-                looks += [(f"exact {what}", start, 1, part) for what, part in zip(("key", "value"), store.live(), strict=True)]
-        bad = [mx.any(~mx.isfinite(array), axis=(0, 1, 3)) for _, _, _, array in looks]
-        mx.eval(bad)
-        for (what, start, tokens, _), flags in zip(looks, bad, strict=True):
-            if mx.any(flags):
-                position = start + tokens * int(mx.argmax(flags))
-                raise NonFiniteError(
-                    f"layer {layer}: NaN or infinity in the {what} at token {position}; look at the model's weights and dtype"
-                )
+            for what, part in zip(("key", "value"), store.live() if store.count else (), strict=False):
+                flags = mx.any(~mx.isfinite(part), axis=(0, 1, 3))
+                if mx.any(flags):
+                    position = start + int(mx.argmax(flags))
+                    raise NonFiniteError(
+                        f"layer {layer}: NaN or infinity in the exact {what} at token {position}; "
+                        "look at the model's weights and dtype"
+                    )
 
     def _store(self, keys: mx.array, values: mx.array) -> None:
         self._settle()
+        self._check_due()
         first = self._frontier_of(self.offset + min(1, keys.shape[-2]))
+        calls = 1 if keys.shape[-2] == 1 else 0
         if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised
-            self._flush(first)
+            self._flush(first, calls)
         to_sinks = min(keys.shape[-2], max(0, self.spec.sink_length - self.offset))
         if to_sinks:
             self._sinks.append(keys[..., :to_sinks, :], values[..., :to_sinks, :])
         self._window.append(keys[..., to_sinks:, :], values[..., to_sinks:, :])
         self.offset += keys.shape[-2]
-        self._flush(first)
+        self._flush(first, calls)
 
     def _frontier_of(self, offset: int) -> int:
         """Return the frontier of a cache that was given ``offset`` tokens and never trimmed."""
         return min(offset, self.spec.sink_length) + self.spec.quantized_tokens(offset)
 
-    def _flush(self, frontier: int) -> None:
-        """Quantise the tokens of the window before ``frontier``."""
+    def _flush(self, frontier: int, calls: int = 0) -> None:
+        """Quantise the tokens of the window before ``frontier``; look at the codes once ``calls`` more calls have gone by."""
         count = frontier - self.frontier
         if count <= 0:
             return
         keys, values = self._window.live()
-        self._codes.append(*self._quantize(keys[..., :count, :], values[..., :count, :]))
+        self._codes.append(*self._quantize(keys[..., :count, :], values[..., :count, :], calls))
         self._window.drop_first(count)
 
     def _settle(self) -> None:
@@ -239,6 +238,10 @@ class KIVICache(PackedCache):
             self._window.append(*self.backend.restore(cut, columns=group_size))
         self._codes.truncate(whole)
         self._sinks.truncate(kept)
+
+    def _codes_by_row(self) -> Iterator[tuple[int, int, Packed, Packed]]:
+        if self._codes.count:
+            yield 0, self._sinks.count, *self._codes.slice(0, self._codes.count)
 
     def _attends_on_codes(self, length: int) -> bool:
         return self._codes.count > 0 and super()._attends_on_codes(length)

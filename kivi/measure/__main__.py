@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kivi.attention import AttentionError
 from kivi.backends import BackendError
-from kivi.cache.single import NonFiniteError
+from kivi.cache.overflow import NonFiniteError
 from kivi.measure import MeasureError
 from kivi.measure.answers.questions import Question
 from kivi.measure.cell import measure_cell

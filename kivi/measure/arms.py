@@ -156,4 +156,8 @@ def _quantized(cache: Any, wanted: Any) -> Any:
 
 
 def _control(cache: Any) -> Any:
-    return DequantizedKIVICache(cache.spec) if type(cache) is KIVICache else cache
+    if type(cache) is not KIVICache:
+        return cache
+    control = DequantizedKIVICache(cache.spec)
+    control.layer = cache.layer
+    return control

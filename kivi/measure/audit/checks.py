@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from kivi import machine
 from kivi.backends import resolve
 from kivi.measure import MeasureError
-from kivi.measure.audit import byte_accounting, decode_length, history, parity
+from kivi.measure.audit import byte_accounting, decode_length, history, overflow, parity
 from kivi.measure.audit.report import AuditReport, AuditSettings, Check, Notes, audit_passed
 from kivi.measure.audit.subject import Subject, subject_of
 from kivi.measure.monitor import DeadlineError, Monitor
@@ -36,6 +36,10 @@ CHECKS: Mapping[str, tuple[str, CheckFunction]] = {
     "trim": ("Is it right after a trim, and when it grows again?", history.check_trim),
     "save": ("Does it survive saving and loading?", history.check_save),
     "batch": ("Is a row of a batch what the sequence alone would be?", history.check_batch),
+    "overflow": (
+        "Does it restore or refuse numbers that its scales and zeros may not hold?",
+        overflow.check_overflow,
+    ),
     "parity": ("Do all backends compute what the definition does?", parity.check_backends),
 }
 QUALITY = "quality"  # the check that needs a model

@@ -141,7 +141,7 @@ def check_trim(subject: Subject, settings: AuditSettings, notes: Notes) -> None:
         whole = min(kept, whole)
         moved = differing(after.cut(0, whole), before.cut(0, whole)) if whole else 0
         put_in = Pair(*(mx.concatenate(list(side), axis=-2) for side in zip(before, later.cut(0, cut), strict=True)))
-        beyond = _beyond_one_rounding(subject, after, put_in)
+        beyond = beyond_one_rounding(subject, after, put_in)
         parts = [
             f"{changed:,} numbers of the {kept} kept tokens changed at the trim" if changed else "",
             f"{moved:,} numbers of whole groups before the cut changed when it grew again" if moved else "",
@@ -251,7 +251,7 @@ def _within(calls: list[int], count: int) -> list[int]:
     return taken
 
 
-def _beyond_one_rounding(subject: Subject, given: Pair, put_in: Pair) -> int:
+def beyond_one_rounding(subject: Subject, given: Pair, put_in: Pair) -> int:
     """Count the numbers that are further from ``put_in`` than half a scale of their group, and what rounding adds."""
     if given.keys.shape != put_in.keys.shape:
         return given.keys.size + given.values.size
@@ -266,7 +266,7 @@ def _beyond_one_rounding(subject: Subject, given: Pair, put_in: Pair) -> int:
         ours, theirs = (side.astype(mx.float32) for side in (ours, theirs))
         error = mx.abs(ours - theirs)[..., spec.sink_length :, :]
         # float16 rounds scale, zero and the result, each by 2**-11 of a number no larger than the largest.
-        count += int(mx.sum(error > limit + 2.0**-9 * mx.max(mx.abs(theirs))))
+        count += int(mx.sum(~(error <= limit + 2.0**-9 * mx.max(mx.abs(theirs)))))  # NaN counts
     return count
 
 

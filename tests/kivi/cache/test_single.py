@@ -11,9 +11,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kivi.backends import ATTENTION_BOUND
 from kivi.cache.batch import BatchKIVICache
+from kivi.cache.overflow import NonFiniteError
 from kivi.cache.packed import MAX_CODE_QUERIES
 from kivi.cache.roundtrip import RoundTripKIVICache
-from kivi.cache.single import DequantizedKIVICache, KIVICache, NonFiniteError
+from kivi.cache.single import DequantizedKIVICache, KIVICache
 from kivi.quantize import group_roundtrip
 from kivi.rotation import rotate, rotate_back
 from kivi.spec import CacheSpec, LayerSpec, SpecError

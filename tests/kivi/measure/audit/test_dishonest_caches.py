@@ -247,3 +247,26 @@ def test_a_cache_that_does_not_survive_saving():
     assert errors(report)["save", "raised"] == "the cache raised TypeError: cannot be saved"
     assert all("Traceback" in check.details for check in report.checks)
     assert audited(LoadsAsAnother, SPEC, "save").findings("error")
+
+
+class NeverLooks(KIVICache):
+    """Quantises what its scales and zeros cannot hold, and goes on."""
+
+    def _check_due(self) -> None:
+        self._unchecked.waiting.clear()
+
+    _check = _check_due
+
+
+class LooksWhenAsked(KIVICache):
+    """Says so once it is asked for its state, and generates until then."""
+
+    def _check_due(self) -> None:
+        pass
+
+
+def test_numbers_beyond_float16_that_are_answered_wrongly():
+    found = errors(audited(NeverLooks, SPEC, "overflow"))
+    assert found.keys() == {("overflow", f"{what} in {side}") for what in ("number", "range") for side in ("keys", "values")}
+    assert all("and no call refused them" in evidence for evidence in found.values())
+    assert errors(audited(LooksWhenAsked, SPEC, "overflow")).keys() == {("overflow", "raised")}

@@ -11,7 +11,7 @@ import pytest
 
 from kivi.backends import BackendError
 from kivi.backends.mlx import MLXBackend
-from kivi.cache.single import NonFiniteError
+from kivi.cache.overflow import NonFiniteError
 from kivi.codec import Codec
 from kivi.measure import MeasureError
 from kivi.measure.backends.speed import Lane, SpeedSettings, time_lanes, time_operations
