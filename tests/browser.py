@@ -88,7 +88,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     options += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "--host-resolver-rules=MAP *.example 127.0.0.1"]
     browser = subprocess.Popen([chromium, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        with connect(address(profile / "DevToolsActivePort", browser), max_size=None) as socket:
+        with connect(address(profile / "DevToolsActivePort", browser), max_size=None, ping_interval=None) as socket:
             yield Tab(socket)
     finally:
         browser.terminate()

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import yaml
 
 from flows.serve.background import ServerError
@@ -23,12 +25,23 @@ TEMPLATE = Path(__file__).parents[1] / "configs" / "pool.json"
 DEPLOY_S = 300
 
 
-def client(api: str) -> SyncPrefectClient:
-    """Return Prefect's client of the server at ``api``, authorised as Prefect's settings say."""
+@contextmanager
+def client(api: str) -> Iterator[SyncPrefectClient]:
+    """Yield Prefect's client of the server at ``api``, authorised as Prefect's settings say.
+
+    Raises:
+        ServerError: the server wants another authorisation.
+    """
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.settings import PREFECT_API_AUTH_STRING
 
-    return SyncPrefectClient(api, auth_string=PREFECT_API_AUTH_STRING.value())
+    try:
+        with SyncPrefectClient(api, auth_string=PREFECT_API_AUTH_STRING.value()) as server:
+            yield server
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != httpx.codes.UNAUTHORIZED:
+            raise
+        raise ServerError(f"{api}: not authorised; set PREFECT_API_AUTH_STRING to the server's string") from None
 
 
 def prepare_pools(api: str, project: Path) -> None:

@@ -121,9 +121,9 @@ def _servers(tracking_dir: Path) -> Iterator[Finding]:
             yield Finding(f"make up: {name}", not trouble, text, "make up" if trouble else "", needed=True)
             if name == "prefect" and not trouble:
                 server = recorded.address
+        if server and Path(FILE).exists():
+            differences = list(drift(f"{server}/api", Path.cwd()))
+            text = "; ".join(differences) or "what is deployed is what this code takes"
+            yield Finding("deployments", not differences, text, "make up" if differences else "")
     except ServerError as error:
         yield Finding("make up", False, str(error), needed=True)
-    if server and Path(FILE).exists():
-        differences = list(drift(f"{server}/api", Path.cwd()))
-        text = "; ".join(differences) or "what is deployed is what this code takes"
-        yield Finding("deployments", not differences, text, "make up" if differences else "")

@@ -27,7 +27,7 @@ import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
 from flows.serve.background import Background, Process, ServerError, background, free_port, refusal
-from flows.serve.deployments import FILE, POOL, TEMPLATE, deploy, prepare_pools
+from flows.serve.deployments import FILE, POOL, TEMPLATE, client, deploy, prepare_pools
 from flows.serve.guard import guarded
 from tasks.config import ConfigError
 from tasks.paths import ARTIFACTS, UI_PORT
@@ -122,12 +122,11 @@ def answers(url: str) -> bool:
 def worker_is_online(prefect: str, pool: str) -> bool:
     """Return whether this machine's worker has reported to the Prefect server."""
     try:
-        found = httpx.post(f"{prefect}/api/work_pools/{pool}/workers/filter", json={}, timeout=5)
-        return found.is_success and any(
-            worker["name"] == platform.node() and worker["status"] == "ONLINE" for worker in found.json()
-        )
+        with client(f"{prefect}/api") as server:
+            workers = server.read_workers_for_work_pool(pool)
     except httpx.HTTPError:
         return False
+    return any(worker.name == platform.node() and worker.status == "ONLINE" for worker in workers)
 
 
 class Launch(NamedTuple):
@@ -144,11 +143,15 @@ def run(name: str, tracking_dir: Path) -> NoReturn:
     Workers go to the server at ``PREFECT_API_URL``, by default this machine's.
 
     Raises:
-        ServerError: its port is taken.
+        ServerError: its port is taken, or its folder cannot be made.
         ConfigError: a port of the environment is none.
         TrackingError: the tracking folder cannot be used.
     """
     home = _processes(tracking_dir).folder
+    try:
+        Path(_home(home)["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServerError(f"{name} cannot be started: {error.filename}: {error.strerror}") from None
     api = os.environ.get("PREFECT_API_URL", f"http://{HOST}:{PREFECT_PORT}/api")
     launch = {
         "prefect": lambda: launch_prefect(home),

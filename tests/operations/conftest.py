@@ -112,7 +112,8 @@ class Lab:
 
     def servers(self, what: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "flows.servers", what, str(self.tracking_dir)]
-        return subprocess.run(command, cwd=PROJECT, env=self.environment, capture_output=True, text=True, timeout=500)
+        proxied = {**self.environment, "http_proxy": "http://127.0.0.1:9"}  # nobody listens: nothing local goes there
+        return subprocess.run(command, cwd=PROJECT, env=proxied, capture_output=True, text=True, timeout=500)
 
     def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "prefect", *arguments]
