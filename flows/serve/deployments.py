@@ -47,15 +47,15 @@ def client(api: str) -> Iterator[SyncPrefectClient]:
 def prepare_pools(api: str, project: Path) -> None:
     """Make the work pools of ``project``'s deployments on the server at ``api``, or give those there :data:`TEMPLATE`."""
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
-    from prefect.exceptions import ObjectNotFound
+    from prefect.exceptions import ObjectAlreadyExists
 
     template = _template()
     with client(api) as server:
         for pool in _pools(project):
             try:
-                server.update_work_pool(pool, WorkPoolUpdate(base_job_template=template))
-            except ObjectNotFound:
                 server.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
+            except ObjectAlreadyExists:  # also where a worker that waited for the server, or the client's own retry, came first
+                server.update_work_pool(pool, WorkPoolUpdate(base_job_template=template))
 
 
 def deploy(api: str, project: Path, environment: Mapping[str, str]) -> None:
