@@ -38,6 +38,7 @@ class _Ear:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._answered = threading.Event()
+        self.said = threading.Event()
         self._due: float | None = None
         self.signal = 0
         self.screens: list[Callable[[], object]] = []
@@ -63,6 +64,7 @@ class _Ear:
                 self._due = time.monotonic() + GRACE_S
                 self.signal = number
                 self._say()
+                self.said.set()
 
     def _say(self) -> None:
         with suppress(OSError):  # nobody reads
@@ -113,14 +115,27 @@ def clearing(screen: Callable[[], object]) -> Iterator[None]:
 @contextmanager
 def left_to_the_block() -> Iterator[None]:
     """Have signals raise ``KeyboardInterrupt`` and nothing else, for what knows itself how it ends."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     before = signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        if handler is _interrupt:
+            signal.signal(number, _raise)
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  as Python calls it
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise in the main thread once the sentence has been said, so that nothing comes before it."""
+    if _ear is not None:
+        _ear.said.wait(GRACE_S)
+    _raise(number, frame)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  as Python calls it
     global _raised
     if not _raised:  # a second one would break off the unwinding
         _raised = True
