@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-GRACE_S = 2.0
+GRACE_S = 1.0
 SCREEN_S = 0.3
 SENTENCE = b"kivi: interrupted; what is finished is kept, and the same command goes on from there\n"
 SHOWN_CURSOR = b"\r\x1b[K\x1b[?25h"
