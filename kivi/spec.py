@@ -150,6 +150,8 @@ class CacheSpec(BaseModel):
         """Leave out the fields that the kind does not take, so that what is written can be read again."""
         fields: dict[str, Any] = dump(self)
         applies = {"full": {"kind"}, "mlx-quantized": {"kind", *MLX_QUANTIZED_FIELDS}}.get(self.kind, set(fields))
+        if self.rotate == "none":  # as versions wrote it that had no rotation: results and nights are found by what is written
+            applies = applies - {"rotate"}
         return {name: value for name, value in fields.items() if name in applies}
 
     def _check_mlx_quantized(self, given: set[str]) -> None:

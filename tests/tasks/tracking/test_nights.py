@@ -54,6 +54,7 @@ def test_a_child_holds_the_params_metrics_and_tags_of_the_design(store, make_res
         "cache.kind": "kivi-roundtrip",
         "cache.key_bits": "4",
         "cache.value_bits": "4",
+        "cache.rotate": "none",
         "cache.group_size": "32",
         "cache.residual_length": "128",
         "cache.sink_length": "0",
