@@ -122,6 +122,8 @@ def measure(backend: KernelBackend, shape: Shape, repeats: int, bits: int, round
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--backend", default="auto")
+    options_of.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
+    options_of.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     options_of.add_argument("--rounds", type=int, default=15)
     options_of.add_argument("--calls", type=int, default=96, help="chained calls that share the start of their graph")
     options = options_of.parse_args()
@@ -129,9 +131,9 @@ def main() -> None:
     if not isinstance(backend, KernelBackend):
         options_of.error(f"backend {backend.name} has no kernels to time")
     rows = []
-    for shape in SHAPES:
+    for shape in SHAPES[: options.shapes]:
         for repeats in (1, 4):
-            for bits in (2, 4):
+            for bits in options.bits:
                 rows.append(measure(backend, shape, repeats, bits, options.rounds, options.calls))
                 mx.clear_cache()
                 facts = {"backend": backend.name, "group_size": GROUP, "window": WINDOW, "dtype": "float16"}

@@ -20,9 +20,8 @@ from kivi.backends.kernels.program import (
     constant,
     launch,
 )
-from kivi.backends.kernels.settings import history_settings
+from kivi.backends.kernels.settings import history_settings, run_codes
 from kivi.codec import Codecs, Packed
-from kivi.quantize import WORD_BITS
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes at a time
 TENSOR_TILE_TOKENS = 256  # tokens that a SIMD group takes at a time in the tensor-core body
@@ -42,7 +41,7 @@ ATTENTION = Kernel(
     ("queries", *HISTORY_INPUTS, "mask", "counts", "factor", "sink_logits", "layout"),
     ("split_out", "split_sums"),
     THREADS,
-    ("lanes.h", "channels.h", "attention.h"),
+    ("lanes.h", "channels.h", "codes.h", "attention.h"),
 )
 # Few rows have many splits each, and a GPU to themselves: more SIMD groups then have more loads under way.
 FEW_ROWS = 256
@@ -180,15 +179,15 @@ def describe(
     """Return the shapes and buffers of a call.
 
     Raises:
-        BackendError: the query heads are no multiple of the KV heads, or a token's values have more words than threads.
+        BackendError: the query heads are no multiple of the KV heads, or a token's values take more threads than there are.
     """
     batch, query_heads, length, key_channels = queries.shape
     _, heads, window_room, value_channels = history.window_values.shape
     if query_heads % heads:
         raise BackendError(f"{query_heads} query heads on {heads} KV heads: expected a multiple")
     codec = history.codecs.values
-    if codec.words(codec.padded(value_channels)) > THREADS:
-        widest = THREADS * WORD_BITS // codec.bits
+    widest = THREADS * run_codes(codec)
+    if codec.padded(value_channels) > widest:
         raise BackendError(f"{value_channels} channels of values in {codec.bits} bits: expected at most {widest}")
     counts, count_stride = stack_counts((history.code_count, history.sink_count, history.window_count), batch)
     mask_array, mask_strides = _mask(mask)
@@ -235,7 +234,7 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
     The portable body takes a tile of queries in ``parts``.
     """
     codecs = shapes.codecs
-    value_columns = codecs.values.words(shapes.value_padded)
+    value_columns = shapes.value_padded // run_codes(codecs.values)
     key_lanes = next(lanes for lanes in (8, 16, 32) if lanes * RUN >= shapes.key_channels or lanes == SIMD_WIDTH)
     layout = Layout(
         *(shapes.rows, shapes.length, shapes.heads, split.splits),
@@ -245,7 +244,7 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
     )
     attention: dict[str, Setting] = {
         **history_settings(codecs, shapes.key_channels, shapes.value_channels),
-        "KEY_COLUMNS": codecs.keys.words(TILE_TOKENS),
+        "KEY_COLUMNS": TILE_TOKENS // run_codes(codecs.keys),
         "VALUE_COLUMNS": value_columns,
         "VALUE_SLICES": max(THREADS // value_columns, 1),
         "KEY_LANES": key_lanes,

@@ -14,7 +14,9 @@ from kivi.backends.kernels.settings import history_settings
 TILE_TOKENS = 128  # tokens that a threadgroup takes
 RUN = 8  # channels that a thread takes
 
-RESTORE = Kernel("restore", (*HISTORY_INPUTS, "counts", "layout"), ("keys", "values"), 128, ("channels.h", "restore.h"))
+RESTORE = Kernel(
+    "restore", (*HISTORY_INPUTS, "counts", "layout"), ("keys", "values"), 128, ("channels.h", "codes.h", "restore.h")
+)
 
 
 class Layout(NamedTuple):

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from kivi.backends.kernels.program import Configuration, Setting
 from kivi.codec import Codec, Codecs
+from kivi.quantize import WORD_BITS
 
 
 def element_settings(codec: Codec, x: mx.array) -> Configuration:
@@ -23,6 +24,11 @@ def element_settings(codec: Codec, x: mx.array) -> Configuration:
     return tuple(settings.items())
 
 
+def run_codes(codec: Codec) -> int:
+    """Return how many codes a thread takes at a time: those of a word, or 16 of 3 bits, a word and a half (headers/codes.h)."""
+    return 16 if codec.bits == 3 else WORD_BITS // codec.bits
+
+
 def history_settings(codecs: Codecs, key_channels: int, value_channels: int) -> dict[str, Setting]:
     """Return the settings of kernels that read packed keys and values."""
     return {
@@ -32,6 +38,6 @@ def history_settings(codecs: Codecs, key_channels: int, value_channels: int) -> 
         "KEY_CHANNELS": key_channels,
         "VALUE_CHANNELS": value_channels,
         "VALUE_PADDED": codecs.values.padded(value_channels),
-        "KEY_CODES": codecs.keys.codes_per_word,
-        "VALUE_CODES": codecs.values.codes_per_word,
+        "KEY_CODES": run_codes(codecs.keys),
+        "VALUE_CODES": run_codes(codecs.values),
     }

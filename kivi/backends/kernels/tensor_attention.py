@@ -35,7 +35,7 @@ SIMDS = 4  # SIMD groups a threadgroup
 # Capacity of codes from which tensor cores are used, by the bits of keys or values, whichever are more: with less, most SIMD
 # groups of a threadgroup have no tile, and the portable body is faster. Scales of 8 bits are so small that a float16 loses
 # digits of their products with weights.
-LEAST_CODES = {2: 2 * TENSOR_TILE_TOKENS, 4: 3 * TENSOR_TILE_TOKENS}
+LEAST_CODES = {2: 2 * TENSOR_TILE_TOKENS, 3: 3 * TENSOR_TILE_TOKENS, 4: 3 * TENSOR_TILE_TOKENS}
 DECLARED_BYTES = 8 * 1024  # of shared memory that the portable body declares itself, at most
 # The model by which codes are cut, fitted to trials on an H200. Threadgroups share a multiprocessor: n of them take
 # n + IDLE / n times one's share of a full one, which is its turns of tiles and BEGINNING more.
@@ -48,7 +48,7 @@ TENSOR = Kernel(
     ("queries", *HISTORY_INPUTS, "mask", "counts", "factor", "sink_logits", "layout"),
     ("split_out", "split_sums"),
     SIMDS * 32,
-    ("lanes.h", "channels.h", "attention.h", "tensor_{prelude}", "packed_product.h"),
+    ("lanes.h", "channels.h", "codes.h", "attention.h", "tensor_{prelude}", "packed_product.h"),
     before="attention",
 )
 

@@ -13,7 +13,7 @@ from kivi.backends.kernels.tensor_attention import TensorBackend
 
 HOST = KernelBackend(HostTarget())
 # Tensor cores are used from the first tile on, so that short cases reach them.
-ALWAYS = dict.fromkeys((2, 4), TENSOR_TILE_TOKENS)
+ALWAYS = dict.fromkeys((2, 3, 4), TENSOR_TILE_TOKENS)
 BACKENDS = {
     "host": HOST,
     "host_tensor": TensorBackend(HOST.target, ALWAYS),

@@ -27,11 +27,32 @@ CASES = {
     "grouped": Case(queries_a_head=4, codes=320, sinks=32, key_channels=128, value_channels=128, value_bits=4, key_bits=4),
     "grouped_by_three": Case(queries_a_head=3, length=2, key_channels=72, value_channels=80, key_bits=4, codes=192),
     "many_queries": Case(length=8, key_channels=256, value_channels=128, group_size=128, value_bits=4, codes=384, window=129),
+    "three_bits": Case(key_bits=3, value_bits=3, key_channels=72, value_channels=80, queries_a_head=3, codes=160, sinks=32),
+    "three_bits_of_float32": Case(
+        key_bits=3, value_bits=3, value_channels=96, group_size=64, codes=192, dtype=mx.float32, params=mx.float32
+    ),
     "eight_bits": Case(key_channels=80, value_channels=96, key_bits=8, value_bits=8, group_size=64, codes=192, sinks=64),
     "wide_values": Case(value_channels=256, key_channels=96, batch=2, codes=64, window=3),
     "nothing_quantised": Case(codes=0, window=9),
     "two_queries": Case(heads=1, queries_a_head=2, key_channels=128, value_channels=96, codes=640, group_size=128, key_bits=8),
     "four_queries": Case(heads=1, queries_a_head=4, key_channels=128, value_channels=128, codes=544, sinks=32),
+    "two_queries_in_three_bits": Case(
+        heads=1, queries_a_head=2, key_channels=80, value_channels=96, codes=544, key_bits=3, value_bits=3
+    ),
+    "four_queries_in_three_bits": Case(
+        heads=1,
+        queries_a_head=4,
+        key_channels=112,
+        value_channels=128,
+        codes=640,
+        key_bits=3,
+        value_bits=3,
+        sinks=64,
+        group_size=64,
+    ),
+    "four_queries_in_three_and_four_bits": Case(
+        heads=1, queries_a_head=4, key_channels=64, value_channels=64, codes=288, key_bits=4, value_bits=3, dtype=mx.bfloat16
+    ),
     "four_queries_in_eight_bits": Case(
         heads=1, queries_a_head=4, value_channels=96, key_bits=8, value_bits=8, group_size=64, codes=320
     ),
@@ -46,6 +67,9 @@ CASES = {
         heads=1, key_channels=64, value_channels=96, dtype=mx.float32, codes=1280, group_size=64, value_bits=8
     ),
     "long_grouped": Case(queries_a_head=3, key_channels=80, value_channels=72, codes=544, value_bits=4, dtype=mx.bfloat16),
+    "long_three_bits": Case(
+        heads=1, key_channels=128, value_channels=128, codes=1600, window=33, key_bits=3, value_bits=3, group_size=128
+    ),
     "long_causal": Case(
         heads=1, length=5, key_channels=128, value_channels=128, codes=640, key_bits=8, value_bits=4, group_size=128
     ),
@@ -69,15 +93,15 @@ def test_attention_is_within_the_bound(backend: Backend, name: str) -> None:
     assert mx.array_equal(queries, kept).item()
 
 
-@pytest.mark.parametrize("queries_a_head", [1, 2, 4])
-def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("queries_a_head", "bits"), [(1, 3), (2, 2), (4, 2), (4, 3)])
+def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many heads as fill a GPU there is one split; scores grow along it, so that every tile moves the maximum."""
     monkeypatch.setattr(kernel_attention, "WANTED_GROUPS", 1)
     monkeypatch.setattr(kernel_tensor, "MULTIPROCESSORS", 1)
     monkeypatch.setattr(kernel_tensor, "IDLE", 0)
     for module in (kernel_attention, kernel_tensor):
         module._plan.cache_clear()
-    case = Case(heads=1, queries_a_head=queries_a_head, codes=2624, window=150)
+    case = Case(heads=1, queries_a_head=queries_a_head, codes=2624, window=150, key_bits=bits, value_bits=bits)
     queries, history, exact = build(case)
     columns = exact.keys.shape[2]
     ramp = mx.arange(columns, dtype=mx.float32)[None] / 64
@@ -108,7 +132,9 @@ def test_a_lone_split_needs_no_merge(backend: Backend, with_sinks: bool, monkeyp
     assert mx.all(blind == 0).item()
 
 
-@pytest.mark.parametrize("name", ["grouped", "grouped_by_three", "long", "long_grouped", "four_queries"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "grouped_by_three", "long", "long_grouped", "four_queries", "four_queries_in_three_bits"]
+)
 def test_masks_and_sinks_are_applied(backend: Backend, name: str) -> None:
     case = CASES[name]
     queries, history, exact = build(case, seed=1)
@@ -190,9 +216,10 @@ def test_what_is_not_finite_shows_in_the_result(backend: Backend, codes: int, qu
     assert mx.all(mx.isnan(backend.decode_attention(queries * float("nan"), history, **arguments))).item()
 
 
-def test_values_wider_than_a_threadgroup_are_refused(backend: Backend) -> None:
-    queries, history, _ = build(Case(value_channels=576, value_bits=8, codes=32))
-    with pytest.raises(BackendError, match="576 channels of values in 8 bits: expected at most 512"):
+@pytest.mark.parametrize(("bits", "channels", "most"), [(3, 2080, 2048), (8, 576, 512)])
+def test_values_wider_than_a_threadgroup_are_refused(backend: Backend, bits: int, channels: int, most: int) -> None:
+    queries, history, _ = build(Case(value_channels=channels, value_bits=bits, codes=32))
+    with pytest.raises(BackendError, match=f"{channels} channels of values in {bits} bits: expected at most {most}"):
         backend.decode_attention(queries, history, scale=1.0, causal=True, mask=None, sinks=None)
 
 
@@ -209,6 +236,8 @@ def test_tensor_cores_are_left_where_a_threadgroup_has_too_little_memory_or_toke
     portable = {"attention", "attention_merge"}
     tensor = {"attention_tensor", "attention_merge"}
     assert bodies(codes=480) == tensor
+    assert bodies(codes=480, key_bits=3) == portable
+    assert bodies(codes=736, value_bits=3) == tensor
     assert bodies(codes=480, key_bits=4) == portable
     assert bodies(codes=736, key_bits=4) == tensor
     assert bodies(codes=736, key_bits=4, value_bits=4) == portable

@@ -73,12 +73,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def run_everything(backend: KernelBackend) -> tuple[mx.array, mx.array]:
     """Call every operation once and return attention's result and its reference."""
-    case = Case(dtype=mx.float32, key_channels=72, value_channels=80, key_bits=4, queries_a_head=2, sinks=32)
+    case = Case(dtype=mx.float32, key_channels=72, value_channels=80, key_bits=4, value_bits=3, queries_a_head=2, sinks=32)
     x = mx.random.normal((1, 2, 64, 72))
     for axis in (-1, -2):
         backend.group_roundtrip(x, Codec(2, 32, axis, mx.float16))
-    backend.quantize(x, Codec(2, 32, -2, mx.float16))
-    backend.quantize(x, Codec(4, 64, -1, mx.float32))
+    backend.quantize(x, Codec(3, 32, -2, mx.float16))
+    backend.quantize(x, Codec(3, 64, -1, mx.float32))
     queries, history, exact = build(case)
     sinks = mx.random.normal((queries.shape[1],))
     backend.restore(history, columns=case.sinks + case.codes + case.window)

@@ -20,12 +20,15 @@ import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 # Every pair of dtype, bits and group occurs, with both parameter dtypes and whole, ragged and odd numbers of channels.
 CONFIGURATIONS = [
     (mx.float16, 2, 32, mx.float16, 128),
+    (mx.float16, 3, 32, mx.float16, 72),
     (mx.float16, 4, 64, mx.float32, 72),
     (mx.float16, 8, 128, mx.float16, 33),
     (mx.bfloat16, 2, 64, mx.float16, 80),
+    (mx.bfloat16, 3, 128, mx.float32, 33),
     (mx.bfloat16, 4, 128, mx.float16, 128),
     (mx.bfloat16, 8, 32, mx.float32, 96),
     (mx.float32, 2, 128, mx.float32, 5),
+    (mx.float32, 3, 64, mx.float16, 128),
     (mx.float32, 4, 32, mx.float16, 64),
     (mx.float32, 8, 64, mx.float32, 72),
 ]
@@ -85,10 +88,29 @@ def test_packed_codes_and_parameters_equal_the_definition(
             assert_same_bits(actual, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits", "group_size", "params", "channels"), [row for row in CONFIGURATIONS if row[0] == mx.float32]
+)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_words_are_in_the_layout_that_mlx_reads(
+    backend: Backend, axis: int, dtype: mx.Dtype, bits: int, group_size: int, params: mx.Dtype, channels: int
+) -> None:
+    """On the CPU: on a GPU, MLX contracts products and sums."""
+    codec = Codec(bits, group_size, axis, params)
+    x = hard_inputs(2 * group_size, channels, codec.levels, dtype)
+    words, scale, zero = backend.quantize(x, codec)
+    with mx.stream(mx.cpu):
+        scale, zero = scale.astype(mx.float32), zero.astype(mx.float32)
+        restored = mx.dequantize(words, scale, zero, group_size=group_size, bits=bits)
+        if axis == -2:
+            restored = restored.swapaxes(-1, -2)
+        assert_same_bits(restored[..., :channels], codec.roundtrip(x))
+
+
 @given(
     x=hnp.arrays(np.float32, st.tuples(st.integers(1, 70), st.just(5)), elements=st.floats(-60000, 60000, width=16)),
     axis=st.sampled_from([-1, -2]),
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 8]),
     dtype=st.sampled_from([mx.float16, mx.float32]),
 )
 @settings(max_examples=60, deadline=None)

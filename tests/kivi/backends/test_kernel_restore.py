@@ -24,6 +24,10 @@ Counts = tuple[int, int, int, int]  # sinks, codes, first and last of the window
 
 CASES = {
     "two bits": Case(codes=160, window=40, sinks=32, key_channels=128, value_channels=128),
+    "three bits": Case(key_bits=3, value_bits=3, dtype=mx.bfloat16, codes=320, window=40, sinks=32, batch=2),
+    "three bits, odd heads": Case(
+        key_bits=3, value_bits=3, key_channels=33, value_channels=72, codes=96, window=1, dtype=mx.float32, params=mx.float32
+    ),
     "four bits": Case(key_bits=4, value_bits=4, dtype=mx.bfloat16, codes=320, window=150, batch=2),
     "eight bits": Case(key_bits=8, value_bits=8, group_size=64, codes=192, sinks=64, dtype=mx.float32, params=mx.float32),
     "ragged heads": Case(key_channels=72, value_channels=80, value_bits=4, codes=96, sinks=32, window=3),

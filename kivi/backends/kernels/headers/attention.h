@@ -25,6 +25,8 @@ FN float normaliser(float maximum, float sum, float sink) {
 #define SINK_LOGIT(query_head) (-INFINITY_F)
 #endif
 
+#define VALUE_WORDS (VALUE_PADDED * VALUE_BITS / 32)  // of a token
+
 // Positions of the layout array, which describes a launch.
 #define QUERY_ROWS layout[0]     // queries of one KV head: query heads a KV head times L
 #define QUERIES layout[1]        // L
