@@ -18,7 +18,7 @@ USAGE = frozenset(
         "tasks.config.ConfigError",
         "tasks.prompts.sources.PromptSetError",
         "tasks.run.result_files.StoreError",
-        "tasks.tracking.store.TrackingError",
+        "tasks.tracking.schema.TrackingError",
     }
 )
 

@@ -29,18 +29,15 @@ from scipy import stats
 
 from kivi.measure.results import CellResult, ContextThroughput, Interval, MetricField, metric_fields
 from tasks.config import Config, Tolerances
+from tasks.judge.significance import Estimate, Floats, PairedEstimator, welch
 
-CONFIDENCE = 0.95
 FEWEST_PAIRS = 8  # below, even differences that all have one sign come about by chance with 2 / 2^n > 0.01
 FEWEST_ROUNDS = 3
-RESAMPLES = 10_000  # of the bootstrap
-EXACT_PAIRS = 14  # up to here all 2^n signs are looked at, from there on as many as are drawn
 FEWEST_FLIPS = 10_000
 # Relative changes are taken of at least this much: below, a cache is as good as exact and its figure is noise of floats.
 FLOORS = {"quality.kl_mean": 1e-4, "quality.flip_rate": 0.02}
 
 Outcome = Literal["regression", "improvement", "unchanged", "not compared"]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Pair(NamedTuple):
@@ -116,12 +113,6 @@ class _Observed:
         return self.differences is not None or self.rounds is not None
 
 
-class _Estimate(NamedTuple):
-    change: float
-    interval: Interval | None = None
-    p_value: float | None = None
-
-
 def compare(pairs: Sequence[Pair], tolerances: Tolerances, notes: Sequence[str] = ()) -> Comparison:
     """Compare every metric of every pair; what is sampled is judged together.
 
@@ -134,8 +125,8 @@ def compare(pairs: Sequence[Pair], tolerances: Tolerances, notes: Sequence[str] 
     sampled = sum(metric.is_sampled for metric in observed)
     # A lone regression passes Benjamini-Hochberg with p <= rate / tests: the smallest p of drawn signs is a quarter of that.
     flips = max(FEWEST_FLIPS, math.ceil(4 * sampled / tolerances.false_discovery_rate))
-    estimator = _Estimator(flips, tolerances.seed)
-    estimates = [estimator.estimate(metric) for metric in observed]
+    estimator = PairedEstimator(flips, tolerances.seed)
+    estimates = [_estimate(metric, estimator) for metric in observed]
     adjusted = iter(_adjust([estimate.p_value for estimate in estimates if estimate.p_value is not None]))
     changes = tuple(
         _judge(metric, estimate, None if estimate.p_value is None else next(adjusted), tolerances)
@@ -214,84 +205,18 @@ def _contexts(result: CellResult) -> dict[int, ContextThroughput]:
     return {timing.context: timing for timing in result.throughput.contexts} if result.throughput else {}
 
 
-class _Estimator:
-    """Estimates with draws that all metrics of as many samples share, since their seed is one."""
-
-    def __init__(self, flips: int, seed: int) -> None:
-        self._flips, self._seed = flips, seed
-        self._drawn: dict[int, np.ndarray[Any, np.dtype[np.uint16]]] = {}
-
-    def estimate(self, metric: _Observed) -> _Estimate:
-        if metric.differences is not None:
-            return self._paired(metric.differences)
-        if metric.rounds is not None:
-            return _welch(*metric.rounds)
-        if metric.counts is not None:
-            before, after = metric.counts
-            return _Estimate((after - before) / before)
-        return _Estimate(math.nan)
-
-    def _paired(self, differences: Floats) -> _Estimate:
-        """Return the mean of ``differences``, its percentile interval, and the p value of the sign-flip test."""
-        if not differences.any():
-            return _Estimate(0.0, Interval(low=0.0, high=0.0, method=f"all {differences.size} pairs are equal"), 1.0)
-        means = self._draws(differences.size) @ (differences / differences.size)
-        low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-        method = f"percentile bootstrap, {RESAMPLES} resamples of {differences.size} pairs, seed {self._seed}"
-        interval = Interval(low=float(low), high=float(high), method=method)
-        return _Estimate(float(differences.mean()), interval, sign_flip_p(differences, self._flips, self._seed))
-
-    def _draws(self, count: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-        """Return how often each of ``count`` samples is drawn, ``[RESAMPLES, count]``."""
-        if count not in self._drawn:
-            generator = np.random.default_rng(self._seed)
-            even = np.full(count, 1 / count)
-            self._drawn[count] = generator.multinomial(count, even, size=RESAMPLES).astype(np.uint16)
-        return self._drawn[count]
+def _estimate(metric: _Observed, estimator: PairedEstimator) -> Estimate:
+    if metric.differences is not None:
+        return estimator.estimate(metric.differences)
+    if metric.rounds is not None:
+        return welch(*metric.rounds)
+    if metric.counts is not None:
+        before, after = metric.counts
+        return Estimate((after - before) / before)
+    return Estimate(math.nan)
 
 
-def sign_flip_p(differences: Floats, flips: int, seed: int) -> float:
-    """Return the chance of a mean as far from zero as that of ``differences``, if each were as likely to have the other sign.
-
-    It is exact up to ``EXACT_PAIRS`` differences. Above, the observed signs count as one draw more, ``(k + 1) / (m + 1)``, so
-    that few draws make it larger, never too small.
-
-    Args:
-        differences: One for each pair, ``[pairs]``.
-        flips: Signs of all pairs that are drawn, where there are too many to look at each.
-        seed: Of the draws.
-    """
-    # What other signs come to equally is reached, too, in whatever order it was added.
-    reached = abs(differences.sum()) - 1e-12 * np.abs(differences).sum()
-    if differences.size <= EXACT_PAIRS:
-        return float(np.mean(np.abs(_signed_sums(differences)) >= reached))
-    # SciPy's permutation_test does the same with an array of flips x pairs: an hour for full.yaml. Sums of eight are looked up.
-    generator, sums = np.random.default_rng(seed), np.zeros(flips)
-    for start in range(0, differences.size, 8):
-        eight = _signed_sums(differences[start : start + 8])
-        sums += eight[generator.integers(eight.size, size=flips)]
-    return float((np.sum(np.abs(sums) >= reached) + 1) / (flips + 1))
-
-
-def _signed_sums(differences: Floats) -> Floats:
-    """Return the sum of ``differences`` with each of the ``2 ** pairs`` signs."""
-    sums = np.zeros(1)
-    for difference in differences:
-        sums = np.concatenate([sums - difference, sums + difference])
-    return sums
-
-
-def _welch(before: Floats, after: Floats) -> _Estimate:
-    """Return the change of the geometric mean; ``before`` and ``after`` are logarithms."""
-    test = stats.ttest_ind(after, before, equal_var=False)
-    interval = test.confidence_interval(CONFIDENCE)
-    low, high = (math.expm1(float(bound)) for bound in (interval.low, interval.high))
-    method = f"Welch's t interval of log ratios, {before.size} and {after.size} rounds"
-    change = math.expm1(float(after.mean() - before.mean()))
-    return _Estimate(change, Interval(low=low, high=high, method=method), float(test.pvalue))
-
-
-def _judge(metric: _Observed, estimate: _Estimate, adjusted_p: float | None, tolerances: Tolerances) -> Change:
+def _judge(metric: _Observed, estimate: Estimate, adjusted_p: float | None, tolerances: Tolerances) -> Change:
     field = _FIELDS[metric.metric.partition("@")[0]]
     outcome = _outcome(metric, estimate, adjusted_p, field, tolerances.false_discovery_rate)
     measured = not math.isnan(estimate.change)
@@ -313,7 +238,7 @@ def _judge(metric: _Observed, estimate: _Estimate, adjusted_p: float | None, tol
     )
 
 
-def _outcome(metric: _Observed, estimate: _Estimate, adjusted_p: float | None, field: MetricField, rate: float) -> Outcome:
+def _outcome(metric: _Observed, estimate: Estimate, adjusted_p: float | None, field: MetricField, rate: float) -> Outcome:
     if metric.obstacle:
         return "not compared"
     if metric.after is None:
@@ -325,7 +250,7 @@ def _outcome(metric: _Observed, estimate: _Estimate, adjusted_p: float | None, f
     return "improvement" if (estimate.change > 0) == field.higher_is_better else "regression"
 
 
-def _sentence(metric: _Observed, estimate: _Estimate, field: MetricField, outcome: Outcome) -> str:
+def _sentence(metric: _Observed, estimate: Estimate, field: MetricField, outcome: Outcome) -> str:
     start, against = f"{metric.pair.label}: {metric.metric}", metric.pair.against
     if metric.before is None or metric.obstacle:
         return f"{start} was not compared with {against}: {metric.obstacle}"

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from kivi.measure.audit import AuditReport, Check, Curve
-from tasks.report.figures import STYLE, legend_below, line_style, name_axes, svg
+from tasks.report.figures import STYLE, legend_below, line_style, name_axes, new_figure, svg
 from tasks.report.provenance import provenance_section
 from tasks.report.table import show_seconds
 from tasks.sanitize import markdown
@@ -63,51 +62,48 @@ def audit_figures(report: AuditReport) -> dict[str, str]:
     return drawn
 
 
+@mpl.rc_context(STYLE)
 def bytes_figure(curves: Sequence[Curve]) -> str:
     """Return bytes by decode step: live, accounted, in full precision, and MLX's own count."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-        axes = figure.subplots()
-        for index, curve in enumerate(curves):
-            _draw(axes, curve, BYTES_LABELS.get(curve.name, curve.name), index)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
-        name_axes(axes, "bytes of one layer's cache", "decode step", "kB")
-        legend_below(figure, axes)
-        return svg(figure)
+    figure, (axes,) = new_figure(3.2)
+    for index, curve in enumerate(curves):
+        _draw(axes, curve, BYTES_LABELS.get(curve.name, curve.name), index)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f}")
+    name_axes(axes, "bytes of one layer's cache", "decode step", "kB")
+    legend_below(figure, axes)
+    return svg(figure)
 
 
+@mpl.rc_context(STYLE)
 def drift_figure(curve: Curve) -> str:
     """Return the error of the oldest group of keys as tokens come: a straight line where old codes never change."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 2.4), layout="constrained")
-        axes = figure.subplots()
-        _draw(axes, curve, "oldest group", 0)
-        axes.set_ylim(0, 2 * max(curve.values) or 1)
-        name_axes(axes, "mean error of the oldest group of keys", curve.axis, "")
-        return svg(figure)
+    figure, (axes,) = new_figure(2.4)
+    _draw(axes, curve, "oldest group", 0)
+    axes.set_ylim(0, 2 * max(curve.values) or 1)
+    name_axes(axes, "mean error of the oldest group of keys", curve.axis, "")
+    return svg(figure)
 
 
+@mpl.rc_context(STYLE)
 def quality_figure(curves: Sequence[Curve]) -> str:
     """Return KL and cosines by decode step, a line a cache: what is the cache's error, and what is divergence."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.4), layout="constrained")
-        panels = figure.subplots(1, len(QUALITY_CURVES))
-        for axes, (prefix, title) in zip(panels, QUALITY_CURVES.items(), strict=True):
-            shown = [curve for curve in curves if curve.name.partition("/")[0] == prefix]
-            for index, curve in enumerate(shown):
-                _draw(axes, curve, curve.name.partition("/")[2], index)
-            name_axes(axes, title, "decode step", "nats" if prefix.endswith("kl") else "")
-        top = max(1.0, *[value for curve in curves if "cosine" in curve.name for value in curve.values])
-        low = min([value for curve in curves if "cosine" in curve.name for value in curve.values])
-        for axes in panels[1:]:
-            axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
-        if max(value for curve in curves if "kl" in curve.name for value in curve.values) > 0:
-            panels[0].set_yscale("log")
-            for set_formatter in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
-                set_formatter(LogFormatter())  # the default one needs mathematics in text
-        legend_below(figure, panels[0])
-        return svg(figure)
+    figure, panels = new_figure(3.4, len(QUALITY_CURVES))
+    for axes, (prefix, title) in zip(panels, QUALITY_CURVES.items(), strict=True):
+        shown = [curve for curve in curves if curve.name.partition("/")[0] == prefix]
+        for index, curve in enumerate(shown):
+            _draw(axes, curve, curve.name.partition("/")[2], index)
+        name_axes(axes, title, "decode step", "nats" if prefix.endswith("kl") else "")
+    top = max(1.0, *[value for curve in curves if "cosine" in curve.name for value in curve.values])
+    low = min([value for curve in curves if "cosine" in curve.name for value in curve.values])
+    for axes in panels[1:]:
+        axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
+    if max(value for curve in curves if "kl" in curve.name for value in curve.values) > 0:
+        panels[0].set_yscale("log")
+        for set_formatter in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
+            set_formatter(LogFormatter())  # the default one needs mathematics in text
+    legend_below(figure, panels[0])
+    return svg(figure)
 
 
 def _evidence(check: Check) -> list[str]:

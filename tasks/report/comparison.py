@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from kivi.measure.backends.comparison import ComparisonResult, SpecComparison
 from kivi.measure.backends.parity import ParityCheck
 from kivi.measure.backends.speed import ArmTiming, SpeedCase
 from kivi.measure.results import Timing
-from tasks.report.figures import STYLE, line_style, name_axes, svg
+from tasks.report.figures import STYLE, line_style, name_axes, new_figure, svg
 from tasks.report.provenance import provenance_section
 from tasks.report.table import NOTHING
 from tasks.sanitize import markdown
@@ -96,29 +95,28 @@ def model_table(spec: SpecComparison) -> Table:
     return [MODEL_HEADINGS, *rows]
 
 
+@mpl.rc_context(STYLE)
 def speed_figure(spec: SpecComparison) -> str:
     """Return how many times faster than the baseline each arm is, by size; bars reach from the worst to the best round."""
     panels: dict[str, list[SpeedCase]] = {}
     for case in spec.speed:
         panels.setdefault(case.operation, []).append(case)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-        grid = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
-        for axes, (operation, cases) in zip(grid, panels.items(), strict=False):
-            for index, (arm, points) in enumerate(_ratios(cases).items()):
-                sizes, ratios = [size for size, _ in points], [ratio for _, ratio in points]
-                low = [ratio.median - ratio.minimum for ratio in ratios]
-                high = [ratio.maximum - ratio.median for ratio in ratios]
-                medians = [ratio.median for ratio in ratios]
-                axes.errorbar(sizes, medians, yerr=[low, high], label=arm, **line_style(index), markersize=4, linewidth=1)
-            axes.axhline(1.0, linewidth=0.8, linestyle=":", color="grey")
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-            name_axes(axes, f"{operation} against {cases[0].baseline}", "tokens", "")
-            axes.legend(fontsize=7)
-        return svg(figure)
+    figure, grid = new_figure(3.2, max(1, len(panels)))
+    for axes, (operation, cases) in zip(grid, panels.items(), strict=False):
+        for index, (arm, points) in enumerate(_ratios(cases).items()):
+            sizes, ratios = [size for size, _ in points], [ratio for _, ratio in points]
+            low = [ratio.median - ratio.minimum for ratio in ratios]
+            high = [ratio.maximum - ratio.median for ratio in ratios]
+            medians = [ratio.median for ratio in ratios]
+            axes.errorbar(sizes, medians, yerr=[low, high], label=arm, **line_style(index), markersize=4, linewidth=1)
+        axes.axhline(1.0, linewidth=0.8, linestyle=":", color="grey")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        name_axes(axes, f"{operation} against {cases[0].baseline}", "tokens", "")
+        axes.legend(fontsize=7)
+    return svg(figure)
 
 
 def figures(result: ComparisonResult) -> dict[str, str]:

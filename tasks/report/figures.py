@@ -33,73 +33,71 @@ STYLE: Any = {
 }
 
 
+@mpl.rc_context(STYLE)
 def cell_figure(result: CellResult) -> str:
     """Return KL and logit cosine by decode step of one cell, teacher-forced and free-running."""
     generation = result.generation
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 2.8), layout="constrained")
-        kl, cosine = figure.subplots(1, 2)
-        _curve(kl, generation.step_kl, "teacher-forced", 0)
-        _curve(cosine, generation.logit_cosine, "teacher-forced", 0)
-        _curve(cosine, generation.logit_cosine_free, "free-running", 1)
-        name_axes(kl, "KL from the full cache", "decode step", "nats")
-        name_axes(cosine, "cosine of the logits", "decode step", "")
-        cosine.legend()
-        return svg(figure)
+    figure, (kl, cosine) = new_figure(2.8, 2)
+    _curve(kl, generation.step_kl, "teacher-forced", 0)
+    _curve(cosine, generation.logit_cosine, "teacher-forced", 0)
+    _curve(cosine, generation.logit_cosine_free, "free-running", 1)
+    name_axes(kl, "KL from the full cache", "decode step", "nats")
+    name_axes(cosine, "cosine of the logits", "decode step", "")
+    cosine.legend()
+    return svg(figure)
 
 
+@mpl.rc_context(STYLE)
 def step_figure(results: Sequence[CellResult]) -> str:
     """Return teacher-forced KL and logit cosine by decode step, one line a cell."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.4), layout="constrained")
-        kl, cosine = figure.subplots(1, 2)
-        for index, result in enumerate(results):
-            _curve(kl, result.generation.step_kl, result.spec.slug, index)
-            _curve(cosine, result.generation.logit_cosine, result.spec.slug, index)
-        _log_scale(kl, (value for result in results for value in result.generation.step_kl))
-        name_axes(kl, "KL from the full cache", "decode step", "nats")
-        name_axes(cosine, "cosine of the logits", "decode step", "")
-        legend_below(figure, kl)
-        return svg(figure)
+    figure, (kl, cosine) = new_figure(3.4, 2)
+    for index, result in enumerate(results):
+        _curve(kl, result.generation.step_kl, result.spec.slug, index)
+        _curve(cosine, result.generation.logit_cosine, result.spec.slug, index)
+    _log_scale(kl, (value for result in results for value in result.generation.step_kl))
+    name_axes(kl, "KL from the full cache", "decode step", "nats")
+    name_axes(cosine, "cosine of the logits", "decode step", "")
+    legend_below(figure, kl)
+    return svg(figure)
 
 
+@mpl.rc_context(STYLE)
 def depth_figure(results: Sequence[CellResult]) -> str:
     """Return mean KL by position, one line a cell."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-        axes = figure.subplots()
-        for index, result in enumerate(results):
-            buckets = result.quality.by_depth
-            middles = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
-            axes.plot(
-                middles, [bucket.kl_mean for bucket in buckets], label=result.spec.slug, **line_style(index), markersize=4
-            )
-        _log_scale(axes, (bucket.kl_mean for result in results for bucket in result.quality.by_depth))
-        name_axes(axes, "KL from the full cache by position", "position", "nats")
-        legend_below(figure, axes)
-        return svg(figure)
+    figure, (axes,) = new_figure(3.2)
+    for index, result in enumerate(results):
+        buckets = result.quality.by_depth
+        middles = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
+        axes.plot(middles, [bucket.kl_mean for bucket in buckets], label=result.spec.slug, **line_style(index), markersize=4)
+    _log_scale(axes, (bucket.kl_mean for result in results for bucket in result.quality.by_depth))
+    name_axes(axes, "KL from the full cache by position", "position", "nats")
+    legend_below(figure, axes)
+    return svg(figure)
 
 
+@mpl.rc_context(STYLE)
 def pareto_figure(results: Sequence[CellResult]) -> str:
     """Return resident bytes a token against mean KL, one point a cell; down and left is better."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-        axes = figure.subplots()
-        for index, result in enumerate(results):
-            quality, interval = result.quality, result.quality.kl_interval
-            style = line_style(index)
-            point = (result.memory.bytes_per_token, quality.kl_mean)
-            axes.plot(*point, label=result.spec.slug, **{**style, "linestyle": "none"}, markersize=7)
-            if interval is not None:
-                axes.vlines(point[0], interval.low, interval.high, color=style["color"], linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        _log_scale(axes, (result.quality.kl_mean for result in results))
-        name_axes(
-            axes, "memory against quality (down and left is better)", "resident bytes a token, all layers", "mean KL, nats"
-        )
-        legend_below(figure, axes)
-        return svg(figure)
+    figure, (axes,) = new_figure(3.8)
+    for index, result in enumerate(results):
+        quality, interval = result.quality, result.quality.kl_interval
+        style = line_style(index)
+        point = (result.memory.bytes_per_token, quality.kl_mean)
+        axes.plot(*point, label=result.spec.slug, **{**style, "linestyle": "none"}, markersize=7)
+        if interval is not None:
+            axes.vlines(point[0], interval.low, interval.high, color=style["color"], linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _log_scale(axes, (result.quality.kl_mean for result in results))
+    name_axes(axes, "memory against quality (down and left is better)", "resident bytes a token, all layers", "mean KL, nats")
+    legend_below(figure, axes)
+    return svg(figure)
+
+
+def new_figure(height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure ``height`` inches high, as wide as the page, and its panels from left to right."""
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def line_style(index: int) -> dict[str, Any]:

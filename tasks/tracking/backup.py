@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from tasks.config import Config, first_sentence
 from tasks.paths import ARTIFACTS, BACKUPS, DATABASE
-from tasks.tracking.schema import SchemaError, connect, mlflow_version, stored_revision
-from tasks.tracking.store import TrackingError, hold, relocate, require_artifacts, require_no_journal
+from tasks.tracking.schema import TrackingError, connect, mlflow_version, stored_revision
+from tasks.tracking.store import hold, relocate, require_artifacts, require_no_journal
 
 MANIFEST = "backup.json"
 
@@ -113,10 +113,7 @@ def require_store(tracking_dir: Path) -> None:
     """
     if not (tracking_dir / DATABASE).is_file():
         raise TrackingError(f"{tracking_dir}: no {DATABASE} in it: give a store's --tracking-dir; `kivi nightly` makes one")
-    try:
-        stored_revision(tracking_dir / DATABASE)
-    except SchemaError as error:
-        raise TrackingError(str(error)) from None
+    stored_revision(tracking_dir / DATABASE)
 
 
 def copy_database(source: Path, target: Path) -> None:

@@ -19,8 +19,8 @@ from mlflow.store.db.utils import _get_alembic_config
 Age = Literal["older", "current", "newer"]
 
 
-class SchemaError(RuntimeError):
-    """A database that the installed MLflow cannot or should not open; one sentence says why and what to do."""
+class TrackingError(RuntimeError):
+    """A tracking folder or server that cannot be used; one sentence says why and what to do."""
 
 
 def connect(database: Path) -> sqlite3.Connection:
@@ -39,17 +39,17 @@ def stored_revision(database: Path) -> str:
     """Return the schema revision that a database says it has; nothing is changed in it.
 
     Raises:
-        SchemaError: the file is not a database of MLflow.
+        TrackingError: the file is not a database of MLflow.
     """
     try:
         with closing(connect(database)) as connection:
             rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
     except sqlite3.Error as error:
-        raise SchemaError(
+        raise TrackingError(
             f"{database}: MLflow cannot open it: {error}: restore a backup, or move it away and a new one is made"
         ) from None
     if len(rows) != 1:
-        raise SchemaError(f"{database}: {len(rows)} schema revisions instead of one: restore a backup")
+        raise TrackingError(f"{database}: {len(rows)} schema revisions instead of one: restore a backup")
     return str(rows[0][0])
 
 
@@ -64,7 +64,7 @@ def age(database: Path) -> Age:
     """Return how a database compares with the installed MLflow; one whose revision it does not know is newer.
 
     Raises:
-        SchemaError: the file is not a database of MLflow.
+        TrackingError: the file is not a database of MLflow.
     """
     known = known_revisions()
     revision = stored_revision(database)
@@ -77,11 +77,11 @@ def require_not_newer(database: Path) -> Age:
     """Return how old a database is.
 
     Raises:
-        SchemaError: it is newer than the installed MLflow, or not a database of MLflow.
+        TrackingError: it is newer than the installed MLflow, or not a database of MLflow.
     """
     found = age(database)
     if found == "newer":
-        raise SchemaError(
+        raise TrackingError(
             f"{database}: its schema {stored_revision(database)} is unknown to MLflow {mlflow_version()}, a newer MLflow made "
             "it: install that one, or restore a backup from before"
         )
@@ -92,10 +92,10 @@ def require_current(database: Path) -> None:
     """Refuse what MLflow should not open as it is.
 
     Raises:
-        SchemaError: the database is older or newer than the installed MLflow, or not MLflow's.
+        TrackingError: the database is older or newer than the installed MLflow, or not MLflow's.
     """
     if require_not_newer(database) == "older":
-        raise SchemaError(
+        raise TrackingError(
             f"{database}: its schema {stored_revision(database)} is older than MLflow {mlflow_version()}: run "
             "`kivi store upgrade`, which makes a backup first"
         )

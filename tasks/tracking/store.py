@@ -25,7 +25,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tasks.paths import ARTIFACTS, DATABASE, LOCK
 from tasks.sanitize import redact
-from tasks.tracking.schema import SchemaError, connect, require_current
+from tasks.tracking.schema import TrackingError as TrackingError  # for whoever opens a store
+from tasks.tracking.schema import connect, require_current
 
 EXPERIMENT = "kivi-nightly"
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else MLflow shows its pages for traces first
@@ -33,10 +34,6 @@ TRACKING_URI = "KIVI_TRACKING_URI"
 SCHEMES = ("http", "https")  # of a server's address
 JOURNALS = ("-journal", "-wal", "-shm")  # what sqlite appends to a database's name for the files beside it
 LOCK_TIMEOUT_S = 600  # a writer logs for seconds; one that holds the lock for longer is stuck
-
-
-class TrackingError(RuntimeError):
-    """A tracking folder that cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +78,16 @@ def require_usable(tracking_dir: Path) -> None:
             newer than the installed MLflow.
     """
     if server := os.environ.get(TRACKING_URI):
-        if urlsplit(server).scheme not in SCHEMES:
-            raise TrackingError(f"{TRACKING_URI}={redact(server)}: expected an address such as http://lab:5050")
+        _require_server_address(server)
         return
     require_address(tracking_dir)
     if (tracking_dir / DATABASE).exists():
-        _require_current(tracking_dir)
-
-
-def _require_current(tracking_dir: Path) -> None:
-    try:
         require_current(tracking_dir / DATABASE)
-    except SchemaError as error:
-        raise TrackingError(str(error)) from None
+
+
+def _require_server_address(server: str) -> None:
+    if urlsplit(server).scheme not in SCHEMES:
+        raise TrackingError(f"{TRACKING_URI}={redact(server)}: expected an address such as http://lab:5050")
 
 
 @contextmanager
@@ -111,10 +105,11 @@ def writer(tracking_dir: Path, experiment: str = EXPERIMENT) -> Iterator[Trackin
     server = os.environ.get(TRACKING_URI)
     with hold(tracking_dir):
         if server:
+            _require_server_address(server)
             yield _open_server(tracking_dir, server, experiment)
             return
         _create_database(tracking_dir)
-        _require_current(tracking_dir)
+        require_current(tracking_dir / DATABASE)
         _follow_move(tracking_dir)
         yield _open(tracking_dir, experiment)
 
@@ -256,53 +251,32 @@ def _open(tracking_dir: Path, name: str) -> TrackingStore:
     uri = database_uri(tracking_dir)
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        experiment = client.get_experiment_by_name(name)
-        if experiment is None:
-            location = (tracking_dir.resolve() / ARTIFACTS).as_uri()
-            experiment_id = client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS)
-            return TrackingStore(tracking_dir, client, experiment_id)
-    except MlflowException as error:
-        raise TrackingError(f"{tracking_dir / DATABASE}: MLflow cannot open it: {error.message}") from None
-    except SQLAlchemyError as error:
-        reason = getattr(error, "orig", None) or error
+        experiment_id = _experiment(client, name, (tracking_dir.resolve() / ARTIFACTS).as_uri())
+    except (MlflowException, SQLAlchemyError) as error:
+        reason = getattr(error, "message", None) or getattr(error, "orig", None) or error
         raise TrackingError(f"{tracking_dir / DATABASE}: MLflow cannot open it: {reason}") from None
-    if experiment.lifecycle_stage != "active":
-        client.restore_experiment(experiment.experiment_id)
-    return TrackingStore(tracking_dir, client, experiment.experiment_id)
+    return TrackingStore(tracking_dir, client, experiment_id)
 
 
 def _open_server(tracking_dir: Path, uri: str, name: str) -> TrackingStore:
-    if not uri.startswith(("http://", "https://")):
-        raise TrackingError(
-            f"{TRACKING_URI}={redact(uri)!r}: expected the address of an MLflow server, http://... or https://..."
-        )
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     try:
-        experiment = client.get_experiment_by_name(name)
-        experiment_id = _create_experiment(client, name) if experiment is None else experiment.experiment_id
-        if experiment is not None and experiment.lifecycle_stage != "active":
-            _restore_experiment(client, experiment_id)
+        experiment_id = _experiment(client, name)
     except MlflowException as error:
         raise TrackingError(f"the MLflow server does not take this night: {redact(error.message)}") from None
     return TrackingStore(tracking_dir, client, experiment_id, writer=f"{platform.node()}:{tracking_dir.resolve()}")
 
 
-def _create_experiment(client: MlflowClient, name: str) -> str:
-    """Create the experiment, or find the one that another machine has created in the meantime."""
+def _experiment(client: MlflowClient, name: str, artifacts: str | None = None) -> str:
+    """Return the id of an experiment, which is made or taken back from the deleted ones, by this or another machine."""
+    experiment = client.get_experiment_by_name(name)
     try:
-        created: str = client.create_experiment(name, tags=EXPERIMENT_TAGS)
+        if experiment is None:
+            return str(client.create_experiment(name, artifact_location=artifacts, tags=EXPERIMENT_TAGS))
+        if experiment.lifecycle_stage != "active":
+            client.restore_experiment(experiment.experiment_id)
     except MlflowException:
-        found = client.get_experiment_by_name(name)
-        if found is None:
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None or experiment.lifecycle_stage != "active":
             raise
-        return str(found.experiment_id)
-    return created
-
-
-def _restore_experiment(client: MlflowClient, experiment_id: str) -> None:
-    """Take back a person's deletion of the experiment, unless another machine has done so in the meantime."""
-    try:
-        client.restore_experiment(experiment_id)
-    except MlflowException:
-        if client.get_experiment(experiment_id).lifecycle_stage != "active":
-            raise
+    return str(experiment.experiment_id)

@@ -15,7 +15,7 @@ import psutil
 from tasks.config import Config
 from tasks.paths import DATABASE
 from tasks.tracking.backup import copy_database, copy_store, require_store
-from tasks.tracking.schema import SchemaError, age, mlflow_version, require_not_newer, stored_revision
+from tasks.tracking.schema import age, mlflow_version, require_not_newer, stored_revision
 from tasks.tracking.store import TrackingError, hold
 
 
@@ -44,8 +44,8 @@ def upgrade(tracking_dir: Path) -> Upgraded:
     require_store(tracking_dir)
     database = tracking_dir / DATABASE
     with hold(tracking_dir):
-        before = _checked_revision(database)
-        if age(database) == "current":
+        before = stored_revision(database)
+        if require_not_newer(database) == "current":
             return Upgraded(before=before, after=before, mlflow=mlflow_version())
         _require_unused(database)
         backup = copy_store(tracking_dir)
@@ -59,14 +59,6 @@ def upgrade(tracking_dir: Path) -> Upgraded:
         finally:
             working.unlink(missing_ok=True)
     return Upgraded(before=before, after=stored_revision(database), mlflow=mlflow_version(), backup=backup.folder)
-
-
-def _checked_revision(database: Path) -> str:
-    try:
-        require_not_newer(database)
-    except SchemaError as error:
-        raise TrackingError(str(error)) from None
-    return stored_revision(database)
 
 
 def _migrate(database: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 from tasks.config import Tolerances
-from tasks.judge.regression import Pair, compare, sign_flip_p
+from tasks.judge.regression import Pair, compare
+from tasks.judge.significance import sign_flip_p
 
 GENERATOR = np.random.default_rng(7)
 BLOCKS = GENERATOR.gamma(2.0, 0.1, size=16).tolist()  # mean KL of blocks differs by a factor of ten within a text
