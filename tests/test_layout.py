@@ -38,3 +38,17 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_no_file_is_longer_than_400_lines() -> None:
     lengths = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
     assert len(FILES) > 80 and [(module, length) for module, length in lengths.items() if length > 400] == []
+
+
+def test_the_librarys_tests_run_where_only_its_dependencies_are() -> None:
+    """What a test function imports is its own: only what importing the file imports must be there."""
+    tests = [ROOT / "tests" / "conftest.py", *(ROOT / "tests" / "kivi").rglob("*.py")]
+    imported = {
+        (path.name, name)
+        for path in tests
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)])
+    }
+    foreign = {"tasks", "flows", "prefect", "mlflow", "datasets"}
+    assert [pair for pair in imported if pair[1].partition(".")[0] in foreign] == []
