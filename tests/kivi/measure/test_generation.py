@@ -65,6 +65,11 @@ def test_one_run_until_tokens_differ_equals_two_runs(
         tokens.append(mx.argmax(free.decode(tokens[-1][:, None]), axis=-1))
     assert np.array_equal(decoded.tokens, np.array(mx.stack(tokens[:STEPS], axis=1)))
 
+    figures = summarise(model, prompts, reference, decoded)
+    steps = [STEPS if one.first_divergence is None else one.first_divergence for one in figures.continuations]
+    assert steps == [STEPS if row.all() else list(row).index(False) for row in decoded.tokens == reference.tokens]
+    assert figures.first_divergence == pytest.approx(np.mean(steps))
+
 
 def test_caches_end_with_what_was_fed(tiny: Tiny, prompts: Prompts, references: ReferenceStore, monitor: Monitor) -> None:
     model = tiny()

@@ -33,6 +33,10 @@ def test_the_limit_itself_passes(make_result, make_night, config):
     assert judge(make_night(make_result(kl_mean=0.01)), config).passed
 
 
+def test_a_value_just_beyond_its_limit_fails(make_result, make_night, config):
+    assert not judge(make_night(make_result(kl_mean=0.0101)), config).passed
+
+
 def test_higher_is_better_fails_below_its_limit(make_result, make_night):
     config = NightlyConfig(specs=("full",), thresholds={"kivi*": Thresholds(compression=5.0)})
     verdict = judge(make_night(make_result()), config)

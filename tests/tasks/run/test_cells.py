@@ -91,6 +91,12 @@ def test_a_truncated_result_is_measured_again(tiny_models: Any, story: PromptSet
     assert store.read(cell.key, CellResult) is not None
 
 
+def test_the_result_of_another_cell_is_no_result(make_result: Any, store: ResultStore, caplog: Any) -> None:
+    store.write(make_result(key="ab" * 16)).rename(store.path("cd" * 16))
+    assert store.read("cd" * 16, CellResult) is None
+    assert "holds the result of another cell" in caplog.text
+
+
 def test_caches_are_timed_together_and_each_result_gets_its_throughput(
     tiny_models: Any, story: PromptSet, store: ResultStore
 ) -> None:
