@@ -257,7 +257,8 @@ class BatchKIVICache(PackedCache):
         if keys.shape[0] != len(self._offsets):
             raise ValueError(f"keys {keys.shape}: this batch has {len(self._offsets)} rows")
         self._settle()
-        self._check_due()
+        if self._unchecked.waiting:
+            self._check_due()
         skipped, taken = self._padding.take(keys.shape[-2])
         self._window.append(keys, values)
         self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]

@@ -85,12 +85,12 @@ def find_unheld(
     """
     codecs = spec.codecs
     sides = (("key", keys, codecs.keys, dtypes[0]), ("value", values, codecs.values, dtypes[1]))
-    for name, packed, _, _ in sides:
+    for name, packed, codec, dtype in sides:
         # The definition gives a scale of NaN to a group that holds NaN or infinity, and to no other.
         if (group := _first(mx.isnan(packed.scale), name)) is not None:
             what = "key group" if name == "key" else "value"
             token = start + group.tokens(name, spec)[0]
-            return f"NaN or infinity in the {what} at token {token}; look at the model's weights and dtype"
+            return not_finite(what, token, codec, dtype)
     for name, packed, codec, dtype in sides:
         if (group := _first(_unheld(packed, codec, dtype), name)) is not None:
             scale, zero = (np.array(part)[group.at(name)].item() for part in (packed.scale, packed.zero))
@@ -102,6 +102,14 @@ def find_unheld(
             rotated = "rotated " if codec.rotated else ""
             return f"the {rotated}{name}s of {where} {_excess(spec, scale, zero, codec.levels, dtype)}"
     return None
+
+
+def not_finite(what: str, token: int, codec: Codec, dtype: mx.Dtype) -> str:
+    """Return a sentence about NaN or infinity in what a cache stores: where, and what to look at."""
+    found = f"NaN or infinity in the {what} at token {token}; look at the model's weights and dtype"
+    if not (codec.rotated and dtype == mx.float16):
+        return found
+    return f"{found}, or use rotate=none: a vector longer than 65,504 may leave float16 when it is rotated"
 
 
 def in_layer(layer: int | None, found: str) -> str:

@@ -257,7 +257,7 @@ class PackedCache(ABC):
 
     def _check_due(self) -> None:
         """Count a call, and refuse what is due."""
-        if self._unchecked.waiting and self._unchecked.next_call():
+        if self._unchecked.next_call():
             self._refuse()
 
     def _settle_and_check(self) -> None:

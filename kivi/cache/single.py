@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from kivi.cache.overflow import NonFiniteError
+from kivi.cache.overflow import NonFiniteError, in_layer, not_finite
 from kivi.cache.packed import PackedCache, Tokens
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
 from kivi.cache.storage import CodeStore, ExactStore, live_arrays
@@ -187,18 +187,16 @@ class KIVICache(PackedCache):
         self._settle()
         self._refuse(layer)
         for store, start in ((self._sinks, 0), (self._window, self.frontier)):
-            for what, part in zip(("key", "value"), store.live() if store.count else (), strict=False):
+            for what, part, codec in zip(("key", "value"), store.live() if store.count else (), self._codecs, strict=False):
                 flags = mx.any(~mx.isfinite(part), axis=(0, 1, 3))
                 if mx.any(flags):
                     position = start + int(mx.argmax(flags))
-                    raise NonFiniteError(
-                        f"layer {layer}: NaN or infinity in the exact {what} at token {position}; "
-                        "look at the model's weights and dtype"
-                    )
+                    raise NonFiniteError(in_layer(layer, not_finite(f"exact {what}", position, codec, part.dtype)))
 
     def _store(self, keys: mx.array, values: mx.array) -> None:
         self._settle()
-        self._check_due()
+        if self._unchecked.waiting:
+            self._check_due()
         first = self._frontier_of(self.offset + min(1, keys.shape[-2]))
         calls = 1 if keys.shape[-2] == 1 else 0
         if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised

@@ -169,6 +169,19 @@ def test_nan_of_the_model_is_not_called_a_number_beyond_float16():
         assert refused(cache, pair) == "NaN or infinity in the key group at token 32; look at the model's weights and dtype"
 
 
+@pytest.mark.parametrize("kind", ["kivi", "kivi-roundtrip"])
+def test_a_vector_that_leaves_float16_when_it_is_rotated_is_not_blamed_on_the_model_alone(kind):
+    pair = tokens(120, 0, 1.0, dtype=mx.float16)
+    pair[0][0, 1, TOKEN] = 60_000
+    cache = (KIVICache if kind == "kivi" else RoundTripKIVICache)(spec(kind=kind, rotate="keys"))
+    feed(cache, pair, [120, 1])
+    assert "or use rotate=none: a vector longer than 65,504 may leave float16" in refused(cache, pair)
+    late = KIVICache(spec(kind="kivi", rotate="keys"))
+    feed(late, pair, [TOKEN + 1])
+    with pytest.raises(NonFiniteError, match=r"layer 2: NaN or infinity in the exact key at token 40; .* or use rotate=none"):
+        late.check_finite(2)
+
+
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
     """A model of two layers whose second has values in the hundred thousands."""

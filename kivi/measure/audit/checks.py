@@ -140,7 +140,7 @@ def command(spec: CacheSpec, check: str) -> str:
     options = [
         f"{short.get(name, name)}={value}"
         for name, value in spec.model_dump(exclude={"kind", "layers"}).items()
-        if value != defaults[name]
+        if value != defaults.get(name)  # a spec without rotation is written without one
     ]
     text = f"{spec.kind}:{','.join(options)}" if options else spec.kind
     return f"kivi audit {text} --check {check}"

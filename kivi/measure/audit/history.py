@@ -263,10 +263,12 @@ def beyond_one_rounding(subject: Subject, given: Pair, put_in: Pair) -> int:
     ]
     count = 0
     for ours, theirs, limit in zip(given, put_in, limits, strict=True):
+        # Scale, zero and result are rounded, what is rotated twice more, each by half an epsilon of a number no larger than the
+        # largest: 2**-11 in float16, in which parameters may be whatever the dtype, and 2**-8 in bfloat16.
+        rounding = 2 * max(mx.finfo(dtype).eps for dtype in (theirs.dtype, mx.float16))
         ours, theirs = (side.astype(mx.float32) for side in (ours, theirs))
         error = mx.abs(ours - theirs)[..., spec.sink_length :, :]
-        # float16 rounds scale, zero and the result, each by 2**-11 of a number no larger than the largest.
-        count += int(mx.sum(~(error <= limit + 2.0**-9 * mx.max(mx.abs(theirs)))))  # NaN counts
+        count += int(mx.sum(~(error <= limit + rounding * mx.max(mx.abs(theirs)))))  # NaN counts
     return count
 
 
