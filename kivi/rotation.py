@@ -22,8 +22,8 @@ class RotationError(ValueError):
 def rotate(x: mx.array) -> mx.array:
     """Return ``H x`` for every vector ``x`` along the last axis of ``[..., D]``, in the same dtype.
 
-    Computed in float32 and rounded once. On a GPU MLX's transform of 16-bit numbers does that itself; on a CPU it rounds after
-    each of its steps, so there they are cast.
+    Computed in float32 and rounded once, but for float16 on a GPU: there MLX's transform takes float16 as it is and rounds
+    after its steps, which costs at most a unit in the last place more and saves two of three operations.
 
     Raises:
         RotationError: there is no Hadamard matrix of ``D`` rows here.
@@ -31,7 +31,7 @@ def rotate(x: mx.array) -> mx.array:
     require_order(x.shape[-1])
     if not x.size:
         return x  # MLX's transform refuses it
-    if x.dtype == mx.float32 or mx.default_device() == mx.gpu:
+    if x.dtype == mx.float32 or (x.dtype == mx.float16 and mx.default_device() == mx.gpu):
         return mx.hadamard_transform(x)
     return mx.hadamard_transform(x.astype(mx.float32)).astype(x.dtype)
 
