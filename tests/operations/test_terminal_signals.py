@@ -53,7 +53,8 @@ class Terminal:
         os.write(self._master, b"\x03")
 
     def servers(self) -> list[psutil.Process]:
-        return list(self.process.children(recursive=True))
+        """Return its server and what guards it, not what runs for a moment, as git does."""
+        return [child for child in self.process.children(recursive=True) if serves(child)]
 
     def ended(self) -> bool:
         return self.process.status() == psutil.STATUS_ZOMBIE
@@ -115,6 +116,14 @@ def soon(reached: Callable[[], bool]) -> bool:
     while not reached() and time.monotonic() < due:
         time.sleep(0.05)
     return reached()
+
+
+def serves(process: psutil.Process) -> bool:
+    """Return whether a process is a server, or guards one."""
+    try:
+        return any("uvicorn" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 MOMENTS: dict[str, Callable[[Terminal, Path], object]] = {
