@@ -99,7 +99,7 @@ BREAKS = (
     # flows
     Break("exit_code", "PASSED, FAILED, USAGE = 0, 1, 2", "PASSED, FAILED, USAGE = 0, 0, 2", "tests/flows"),
     Break("old_process", "process.create_time() == self.began", "True", "tests/operations/test_background.py"),
-    Break("late_night", "other.auto_scheduled and", "", "tests/operations/test_late_nights.py"),
+    Break("late_night", "other.auto_scheduled and", "", "tests/operations/test_missed_nights.py"),
 )
 
 
@@ -118,9 +118,12 @@ def caught(change: Break) -> bool:
     path.write_text(whole.replace(change.fragment, change.broken))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *change.tests.split()]
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
+        code = subprocess.run(command, cwd=ROOT, capture_output=True).returncode
     finally:
         path.write_text(whole)
+    if code not in {0, 1}:
+        raise SystemExit(f"{change.name}: pytest ended with {code}, so its tests did not run: {change.tests}")
+    return code == 1
 
 
 def main(names: list[str]) -> int:
