@@ -61,6 +61,8 @@ def test_parse_and_slug(text, slug):
         ("kivi:colour=red", "colour: no such option; known are"),
         ("kivi:bits", "'bits' in 'kivi:bits': expected key=value"),
         ("kiwi", "kind='kiwi'"),
+        ("", "kind=''"),
+        (":bits=4", "kind=''"),
         ("full:bits=2", "a full cache takes no options"),
         ("mlx-quantized:bits=7", "7: KIVI codes have 2, 3, 4 or 8 bits, those of mlx-lm's quantised cache 2, 3, 4, 5, 6 or 8"),
         ("kivi:bits=7", "7: KIVI codes have 2, 3, 4 or 8 bits, those of mlx-lm's quantised cache 2, 3, 4, 5, 6 or 8"),
