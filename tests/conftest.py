@@ -57,7 +57,7 @@ MakeNight = Callable[..., "Night"]
 
 
 # Rooms whose tests share a server and stores, and so a process; the others go to whichever process is free.
-SHARED = {"flows": "stores", "tasks": "stores"}
+SHARED = {"flows": "stores", "tasks": "stores", "operations": "servers"}
 SLOW = {"kivi_command", "lab", "loaded", "prefect_server", "smoke_night", "starter", "tracking"}  # fixtures that take seconds
 
 
@@ -78,9 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests run in one process, and which are slow: ``-m "not slow"`` leaves those out."""
     for item in items:
         room, fixtures = item.path.relative_to(TESTS).parts[0], set(getattr(item, "fixturenames", ()))
-        if room == "operations":
-            item.add_marker(pytest.mark.xdist_group("lab" if "lab" in fixtures else item.path.stem))
-        elif room in SHARED:
+        if room in SHARED:
             item.add_marker(pytest.mark.xdist_group(SHARED[room]))
         if room == "operations" or SLOW & fixtures:
             item.add_marker(pytest.mark.slow)
