@@ -141,8 +141,10 @@ def require_dispatch(caller: dict[str, Any]) -> None:
     Raises:
         AttentionError: They are those of a module of mlx-lm that would attend to the tokens of the call alone.
     """
+    if caller.get(NAME) is scaled_dot_product_attention:
+        return
     module = str(caller.get("__name__", ""))
-    if module.startswith(MLX_LM_MODELS) and caller.get(NAME) is not scaled_dot_product_attention:
+    if module.startswith(MLX_LM_MODELS):
         raise AttentionError(
             f"{module} does not attend through kivi: make its caches with kivi.make_prompt_cache(model, spec) or, for caches "
             "that were loaded, call kivi.install(model, spec) first"

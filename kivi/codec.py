@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, Self
 
 import mlx.core as mx
@@ -52,6 +53,9 @@ class Codec:
     axis: int
     param_dtype: mx.Dtype
     rotated: bool = False
+
+    def __hash__(self) -> int:
+        return hash((self.bits, self.axis))  # quick: codecs are part of what prepared launches are found by
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # frozen; an mx.Dtype cannot be copied
@@ -155,8 +159,9 @@ class Codecs(NamedTuple):
     values: Codec
 
     @classmethod
+    @lru_cache
     def of(cls, *, key_bits: int, value_bits: int, group_size: int, param_dtype: mx.Dtype, rotate: Rotate = "none") -> Self:
-        """Return the codecs of keys per channel and values per token."""
+        """Return the codecs of keys per channel and values per token, the same object for the same arguments."""
         return cls(
             Codec(key_bits, group_size, -2, param_dtype, rotated=rotate in {"keys", "both"}),
             Codec(value_bits, group_size, -1, param_dtype, rotated=rotate in {"values", "both"}),

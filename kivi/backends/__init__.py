@@ -29,7 +29,7 @@ class BackendError(RuntimeError):
     """A backend that is missing, or a kernel that failed to compile or to run."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made in every layer of every step, and that takes four times as long
 class History:
     """What a few queries attend to: one layer's tokens in storage order, oldest first.
 

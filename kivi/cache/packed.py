@@ -287,14 +287,14 @@ class PackedCache(ABC):
         window_keys, window_values = self._window.buffers()
         sink_count, code_count, window_count = self._counts()
         return History(
-            codecs=self._codecs,
-            sink_keys=self._sinks.keys,
-            sink_values=self._sinks.values,
-            keys=self._codes.keys,
-            values=self._codes.values,
-            window_keys=window_keys,
-            window_values=window_values,
-            sink_count=sink_count,
-            code_count=code_count,
-            window_count=window_count,
+            self._codecs,
+            self._sinks.keys,
+            self._sinks.values,
+            self._codes.keys,
+            self._codes.values,
+            window_keys,
+            window_values,
+            sink_count,
+            code_count,
+            window_count,
         )

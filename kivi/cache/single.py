@@ -68,6 +68,7 @@ class KIVICache(PackedCache):
         self._sinks: ExactStore = ExactStore(spec.sink_length)
         self._codes: CodeStore = CodeStore(self._codecs)
         self._window: ExactStore = ExactStore(spec.residual_length + spec.group_size)
+        self._longest_exact = spec.sink_length + spec.residual_length + spec.group_size  # with as many a group is quantised
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.slug}, offset={self.offset})"
@@ -197,32 +198,34 @@ class KIVICache(PackedCache):
         self._settle()
         if self._unchecked.waiting:
             self._check_due()
-        first = self._frontier_of(self.offset + min(1, keys.shape[-2]))
-        calls = 1 if keys.shape[-2] == 1 else 0
-        if first <= self.offset:  # else the call's first token belongs to the group that its own query sees quantised
-            self._flush(first, calls)
-        to_sinks = min(keys.shape[-2], max(0, self.spec.sink_length - self.offset))
+        tokens = keys.shape[2]
+        first = self.offset + min(1, tokens)
+        calls = 1 if tokens == 1 else 0
+        self._flush(first, calls)  # but if the call's first token belongs to the group that its own query sees quantised
+        to_sinks = min(tokens, max(0, self.spec.sink_length - self.offset))
         if to_sinks:
             self._sinks.append(keys[..., :to_sinks, :], values[..., :to_sinks, :])
-        self._window.append(keys[..., to_sinks:, :], values[..., to_sinks:, :])
-        self.offset += keys.shape[-2]
+            keys, values = keys[..., to_sinks:, :], values[..., to_sinks:, :]
+        self._window.append(keys, values)
+        self.offset += tokens
         self._flush(first, calls)
 
-    def _frontier_of(self, offset: int) -> int:
-        """Return the frontier of a cache that was given ``offset`` tokens and never trimmed."""
-        return min(offset, self.spec.sink_length) + self.spec.quantized_tokens(offset)
+    def _flush(self, offset: int, calls: int = 0) -> None:
+        """Quantise what is quantised of ``offset`` tokens in a cache that was never trimmed, if all of it is here.
 
-    def _flush(self, frontier: int, calls: int = 0) -> None:
-        """Quantise the tokens of the window before ``frontier``; look at the codes once ``calls`` more calls have gone by."""
-        count = frontier - self.frontier
-        if count <= 0:
+        The codes are looked at once ``calls`` more calls have gone by.
+        """
+        if offset < self._codes.count + self._longest_exact:
+            return  # no group more; a decode step mostly ends here
+        count = self.spec.quantized_tokens(offset) - self._codes.count
+        if count > self._window.count:
             return
         keys, values = self._window.live()
         self._codes.append(*self._quantize(keys[..., :count, :], values[..., :count, :], calls))
         self._window.drop_first(count)
 
     def _settle(self) -> None:
-        self._flush(self._frontier_of(self.offset))
+        self._flush(self.offset)
 
     def _reopen(self, kept: int) -> None:
         """Move the frontier back to the last whole group of the first ``kept`` tokens; what follows returns to the window."""

@@ -33,11 +33,13 @@ def require_fitting(keys: mx.array, values: mx.array, held: Sequence[mx.array | 
             rows, heads, sizes and dtypes that are there.
     """
     for name, array, there in zip(("keys", "values"), (keys, values), held, strict=True):
+        if there is not None and _alike(array, there):
+            continue
         if array.ndim != 4 or array.dtype not in EXACT_DTYPES:
             raise ValueError(
                 f"{name} {array.shape} in {dtype_name(array.dtype)}: expected [B, H, S, D] in a float of 16 or 32 bits"
             )
-        if there is not None and _sort(array) != _sort(there):
+        if there is not None:
             raise ValueError(
                 f"{name} {array.shape} in {dtype_name(array.dtype)}: the cache holds {there.shape[:2]} rows and heads of "
                 f"{there.shape[3]} numbers in {dtype_name(there.dtype)}"
@@ -46,8 +48,10 @@ def require_fitting(keys: mx.array, values: mx.array, held: Sequence[mx.array | 
         raise ValueError(f"keys {keys.shape}, values {values.shape}: expected the same rows, heads and tokens")
 
 
-def _sort(array: mx.array) -> tuple[object, ...]:
-    return array.shape[:2], array.shape[3], array.dtype
+def _alike(array: mx.array, there: mx.array) -> bool:
+    """Return whether ``array`` is of as many axes and of the sizes and dtype of ``there``, tokens apart."""
+    shape, held = array.shape, there.shape
+    return shape[:2] == held[:2] and shape[3:] == held[3:] and array.dtype == there.dtype
 
 
 def code_capacity(tokens: int, full: int = 0) -> int:
@@ -80,7 +84,7 @@ def write(target: mx.array, axis: int, start: int, part: mx.array) -> None:
     if axis == -1:
         target[..., start : start + length] = part
     else:
-        target[..., start : start + length, :] = part
+        target[:, :, start : start + length] = part
 
 
 def _first(array: mx.array, axis: int, count: int) -> mx.array:
@@ -184,7 +188,7 @@ class ExactStore(Store):
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add tokens ``[B, H, S, D]``; ``S`` may be 0, which allocates the room."""
-        needed = self.count + keys.shape[-2]
+        needed = self.count + keys.shape[2]
         if self.keys is None or self.values is None:
             self.keys = enlarged(keys, -2, 0, max(self.room, needed))
             self.values = enlarged(values, -2, 0, max(self.room, needed))

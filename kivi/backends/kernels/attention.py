@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
@@ -12,13 +12,11 @@ from kivi.backends import BackendError, History
 from kivi.backends.kernels.program import (
     SHARED_LIMIT,
     SIMD_WIDTH,
-    Configuration,
-    Grid,
     Kernel,
+    Prepared,
     Setting,
     Target,
     constant,
-    launch,
 )
 from kivi.backends.kernels.settings import history_settings, run_codes
 from kivi.codec import Codecs, Packed
@@ -75,7 +73,10 @@ class Layout(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """All that a launch depends on but the arrays themselves; counts of tokens are not part of it."""
+    """All that a launch depends on but the arrays themselves; counts of tokens are not part of it.
+
+    ``params`` are the dtypes of the parameters of keys and of values, ``exact`` those of exact keys and values.
+    """
 
     batch: int
     query_heads: int
@@ -84,6 +85,8 @@ class Shapes(NamedTuple):
     key_channels: int
     value_channels: int
     dtype: mx.Dtype
+    params: tuple[mx.Dtype, mx.Dtype]
+    exact: tuple[mx.Dtype, mx.Dtype]
     codecs: Codecs
     sink_room: int
     code_room: int
@@ -132,15 +135,15 @@ class Split(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The launches of attention, configured: the grid over heads and splits, and the merge of the splits if there are some."""
+    """Attention for one kind of call, prepared: the launch over heads and splits, and the merge of splits if there are some.
 
-    settings: Configuration
-    merge: Kernel | None
-    merging: Configuration
-    layout: Layout
-    groups: Grid
-    parts: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
-    out: tuple[tuple[int, ...], mx.Dtype]
+    ``layout`` and ``no_logits`` are arrays that both read.
+    """
+
+    parts: Prepared
+    merge: Prepared | None
+    layout: mx.array
+    no_logits: mx.array
 
 
 def decode_attention(
@@ -154,69 +157,56 @@ def decode_attention(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attend on codes; see :meth:`kivi.backends.Backend.decode_attention`. A query that sees nothing gets zeros."""
-    return attend_portably(target, describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks), sinks)
+    call = describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
+    return attend(plan_portable(target, call.shapes), call, sinks)
 
 
-def attend_portably(target: Target, call: Call, sinks: mx.array | None) -> mx.array:
-    """Run the portable body on a call."""
-    return attend(target, ATTENTION, call, _plan(call.shapes), sinks)
-
-
-def attend(target: Target, kernel: Kernel, call: Call, plan: Plan, sinks: mx.array | None) -> mx.array:
-    """Run ``kernel`` over heads, tiles of queries and splits, and merge the splits into ``[B, H_q, L, D_v]``."""
-    layout = constant(plan.layout, mx.int32)
-    logits = constant((0.0,), mx.float32) if sinks is None else sinks.astype(mx.float32)
-    parts = launch(target, kernel, plan.settings, [*call.arrays, logits, layout], groups=plan.groups, outputs=plan.parts)
+def attend(plan: Plan, call: Call, sinks: mx.array | None) -> mx.array:
+    """Attend over heads, tiles of queries and splits, and merge the splits into ``[B, H_q, L, D_v]``."""
+    logits = plan.no_logits if sinks is None else sinks.astype(mx.float32)
+    parts = plan.parts([*call.arrays, logits, plan.layout])
     if plan.merge is None:
         return parts[0]
-    groups = (math.prod(plan.out[0][:3]), 1, 1)
-    return launch(target, plan.merge, plan.merging, [*parts, logits, layout], groups=groups, outputs=(plan.out,))[0]
+    return plan.merge([*parts, logits, plan.layout])[0]
 
 
 def describe(
     queries: mx.array, history: History, *, scale: float, causal: bool, mask: mx.array | None, sinks: mx.array | None
 ) -> Call:
-    """Return the shapes and buffers of a call.
-
-    Raises:
-        BackendError: the query heads are no multiple of the KV heads, or a token's values take more threads than there are.
-    """
+    """Return the shapes and buffers of a call."""
     batch, query_heads, length, key_channels = queries.shape
     _, heads, window_room, value_channels = history.window_values.shape
-    if query_heads % heads:
-        raise BackendError(f"{query_heads} query heads on {heads} KV heads: expected a multiple")
-    codec = history.codecs.values
-    widest = THREADS * run_codes(codec)
-    if codec.padded(value_channels) > widest:
-        raise BackendError(f"{value_channels} channels of values in {codec.bits} bits: expected at most {widest}")
+    arrays = history_arrays(history)
     counts, count_stride = stack_counts((history.code_count, history.sink_count, history.window_count), batch)
     mask_array, mask_strides = _mask(mask)
-    shapes = Shapes(
-        batch=batch,
-        query_heads=query_heads,
-        length=length,
-        heads=heads,
-        key_channels=key_channels,
-        value_channels=value_channels,
-        dtype=queries.dtype,
-        codecs=history.codecs,
-        sink_room=0 if history.sink_keys is None else history.sink_keys.shape[2],
-        code_room=0 if history.values is None else history.values.words.shape[2],
-        window_room=window_room,
-        causal=causal,
-        mask_strides=mask_strides,
-        count_stride=count_stride,
-        sink_logits=sinks is not None,
+    shapes = Shapes(  # by position, which takes half the time: it is made in every layer of every step
+        batch,
+        query_heads,
+        length,
+        heads,
+        key_channels,
+        value_channels,
+        queries.dtype,
+        (arrays[1].dtype, arrays[4].dtype),
+        (arrays[8].dtype, arrays[9].dtype),
+        history.codecs,
+        0 if history.sink_keys is None else history.sink_keys.shape[2],
+        0 if history.values is None else history.values.words.shape[2],
+        window_room,
+        causal,
+        mask_strides,
+        count_stride,
+        sinks is not None,
     )
-    factor = constant((scale * LOG2_E,), mx.float32)
-    return Call(shapes, [queries, *history_arrays(history), mask_array, counts, factor])
+    return Call(shapes, [queries, *arrays, mask_array, counts, constant((scale * LOG2_E,), mx.float32)])
 
 
 @lru_cache(maxsize=1024)
-def _plan(shapes: Shapes) -> Plan:
+def plan_portable(target: Target, shapes: Shapes) -> Plan:
+    """Prepare the portable body; raises as :func:`prepare` does."""
     tiles = sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.code_room, shapes.window_room))
     split = cut(shapes, tiles)
-    return configure(shapes, split, split.splits, {"SKIPS": 0}, parts=1)
+    return prepare(target, ATTENTION, shapes, split, split.splits, {"SKIPS": 0}, parts=1)
 
 
 def cut(shapes: Shapes, tiles: int) -> Split:
@@ -228,12 +218,28 @@ def cut(shapes: Shapes, tiles: int) -> Split:
     return Split(shapes.query_tile, shapes.query_tiles, splits=min(most, max(tiles, 1), MOST_SPLITS), lone=most == 1)
 
 
-def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str, Setting], parts: int) -> Plan:
-    """Return the launches for a split of which those from ``tensor_from`` on are the tensor-core body's.
+def prepare(
+    target: Target,
+    kernel: Kernel,
+    shapes: Shapes,
+    split: Split,
+    tensor_from: int,
+    settings: dict[str, Setting],
+    parts: int,
+) -> Plan:
+    """Return the launches of ``kernel`` for a split of which those from ``tensor_from`` on are the tensor-core body's.
 
     The portable body takes a tile of queries in ``parts``.
+
+    Raises:
+        BackendError: the query heads are no multiple of the KV heads, or a token's values take more threads than there are.
     """
     codecs = shapes.codecs
+    if shapes.query_heads % shapes.heads:
+        raise BackendError(f"{shapes.query_heads} query heads on {shapes.heads} KV heads: expected a multiple")
+    widest = THREADS * run_codes(codecs.values)
+    if shapes.value_padded > widest:
+        raise BackendError(f"{shapes.value_channels} channels of values in {codecs.values.bits} bits: expected at most {widest}")
     value_columns = shapes.value_padded // run_codes(codecs.values)
     key_lanes = next(lanes for lanes in (8, 16, 32) if lanes * RUN >= shapes.key_channels or lanes == SIMD_WIDTH)
     layout = Layout(
@@ -258,22 +264,25 @@ def configure(shapes: Shapes, split: Split, tensor_from: int, settings: dict[str
     }
     out = ((shapes.batch, shapes.query_heads, shapes.length, shapes.value_channels), shapes.dtype)
     rows = shapes.batch * shapes.query_heads * shapes.length
-    merge = _merge(rows, shapes.value_channels)
+    merger = _merge(rows, shapes.value_channels)
     merging: dict[str, Setting] = {
         "ELEMENT": shapes.dtype,
         "VALUE_CHANNELS": shapes.value_channels,
         "SINK_LOGITS": int(shapes.sink_logits),
-        "SIMDS": merge.threads // SIMD_WIDTH,
+        "SIMDS": merger.threads // SIMD_WIDTH,
     }
     split_out = ((rows, split.splits, shapes.value_channels), mx.float32)
     return Plan(
-        settings=tuple((attention | settings).items()),
-        merge=None if split.lone else merge,
-        merging=tuple(merging.items()),
-        layout=layout,
-        groups=(split.splits + tensor_from * (parts - 1), split.query_tiles, shapes.batch * shapes.heads),
-        parts=(out if split.lone else split_out, ((rows, split.splits, 2), mx.float32)),
-        out=out,
+        parts=Prepared(
+            target,
+            kernel,
+            tuple((attention | settings).items()),
+            groups=(split.splits + tensor_from * (parts - 1), split.query_tiles, shapes.batch * shapes.heads),
+            outputs=(out if split.lone else split_out, ((rows, split.splits, 2), mx.float32)),
+        ),
+        merge=None if split.lone else Prepared(target, merger, tuple(merging.items()), groups=(rows, 1, 1), outputs=(out,)),
+        layout=constant(layout, mx.int32),
+        no_logits=constant((0.0,), mx.float32),
     )
 
 
@@ -284,29 +293,33 @@ def _merge(rows: int, channels: int) -> Kernel:
 
 def history_arrays(history: History) -> list[mx.array]:
     """Return the buffers of HISTORY_INPUTS; what is not there becomes a small array that no kernel reads."""
-    exact = [history.sink_keys, history.sink_values, history.window_keys, history.window_values]
-    dtypes = [history.window_keys.dtype, history.window_values.dtype] * 2
-    sinks_and_window = [_or_nothing(array, dtype) for array, dtype in zip(exact, dtypes, strict=True)]
-    return [*_codes(history.keys), *_codes(history.values), *sinks_and_window]
+    window_keys, window_values = history.window_keys, history.window_values
+    sink_keys = history.sink_keys if history.sink_keys is not None else _nothing(window_keys.dtype)
+    sink_values = history.sink_values if history.sink_values is not None else _nothing(window_values.dtype)
+    return [
+        *(history.keys or _no_codes()),
+        *(history.values or _no_codes()),
+        sink_keys,
+        sink_values,
+        window_keys,
+        window_values,
+    ]
 
 
 def stack_counts(counts: tuple[int | mx.array, ...], batch: int) -> tuple[mx.array, int]:
     """Return ``n`` counts as int32 ``[n]``, or ``[B, n]`` where rows differ, and the stride of a row."""
-    numbers = tuple(count for count in counts if isinstance(count, int))
-    if len(numbers) == len(counts):
-        return constant(numbers, mx.int32), 0
+    if mx.array not in map(type, counts):
+        return constant(cast("tuple[int, ...]", counts), mx.int32), 0
     columns = [mx.broadcast_to(mx.array(count, mx.int32), (batch,)) for count in counts]
     return mx.stack(columns, axis=-1), len(counts)
 
 
-def _or_nothing(array: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    return constant((0,), dtype) if array is None else array
+def _nothing(dtype: mx.Dtype) -> mx.array:
+    return constant((0,), dtype)
 
 
-def _codes(packed: Packed | None) -> tuple[mx.array, mx.array, mx.array]:
-    if packed is not None:
-        return packed
-    return _or_nothing(None, mx.uint32), _or_nothing(None, mx.float16), _or_nothing(None, mx.float16)
+def _no_codes() -> Packed:
+    return Packed(_nothing(mx.uint32), _nothing(mx.float16), _nothing(mx.float16))
 
 
 def _mask(mask: mx.array | None) -> tuple[mx.array, tuple[int, int, int, int] | None]:

@@ -97,6 +97,8 @@ class Target(Protocol):
 
     def build(self, program: Program) -> Launch: ...
 
+    def __hash__(self) -> int: ...
+
 
 def build_with(make: Callable[..., object], program: Program, **options: object) -> Launch:
     """Build ``program`` with ``mx.fast.metal_kernel`` or ``mx.fast.cuda_kernel``, which take the same but for ``options``."""
@@ -155,42 +157,71 @@ def compose(
     return Program(name, kernel.inputs, kernel.outputs, tuple(inputs), tuple(outputs), header, source, shared_bytes)
 
 
-def launch(
-    target: Target,
-    kernel: Kernel,
-    settings: Configuration,
-    inputs: Sequence[mx.array],
-    *,
-    groups: Grid,
-    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
-) -> list[mx.array]:
-    """Run ``kernel`` on a grid of ``groups`` threadgroups and return its outputs, given as shapes and dtypes.
+class Prepared:
+    """A launch of ``kernel`` on a grid of ``groups`` threadgroups, prepared once and run as often as it is called.
 
-    Compiles on the first use of a configuration, and waits for that first result, so that a kernel that cannot be compiled
-    or run fails here, by name. Later uses are lazy like any MLX operation.
+    Compiles at its first call unless the configuration is compiled already, and waits for the first result of a configuration,
+    so that a kernel that cannot be compiled or run fails there, by name. All else is lazy like any MLX operation.
 
-    Raises:
-        BackendError: the kernel failed to compile or to run.
+    Args:
+        target: Where it runs.
+        kernel: What runs.
+        settings: Its configuration.
+        groups: The grid, in threadgroups.
+        outputs: Shapes and dtypes of what it returns.
     """
-    padded = [_at_least_smallest(array) for array in inputs]
-    dtypes = [array.dtype for array in padded]
-    key: Key = (target, kernel.name, settings, tuple(dtypes))
-    shapes, output_dtypes = [shape for shape, _ in outputs], [dtype for _, dtype in outputs]
-    try:
-        _, run = _compiled(key, target, kernel, settings, dtypes, output_dtypes)
-        results = run(
-            inputs=padded,
-            grid=(groups[0] * kernel.threads, groups[1], groups[2]),
-            threadgroup=(kernel.threads, 1, 1),
-            output_shapes=shapes,
-            output_dtypes=output_dtypes,
-        )
+
+    def __init__(
+        self,
+        target: Target,
+        kernel: Kernel,
+        settings: Configuration,
+        *,
+        groups: Grid,
+        outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    ) -> None:
+        self._target, self._kernel, self._settings = target, kernel, settings
+        self._grid = (groups[0] * kernel.threads, groups[1], groups[2])
+        self._threadgroup = (kernel.threads, 1, 1)
+        self._shapes = [shape for shape, _ in outputs]
+        self._dtypes = [dtype for _, dtype in outputs]
+        self._run: Launch | None = None
+        self._small: list[int] = []  # places of inputs that are too small for MLX
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """Run on ``inputs``, which have the same sizes and dtypes at every call; the list is used up.
+
+        Raises:
+            BackendError: the kernel failed to compile or to run.
+        """
+        try:
+            if self._run is None:
+                return self._first(inputs)
+            for place in self._small:
+                inputs[place] = _enlarged(inputs[place])
+            return self._run(
+                inputs=inputs,
+                grid=self._grid,
+                threadgroup=self._threadgroup,
+                output_shapes=self._shapes,
+                output_dtypes=self._dtypes,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise BackendError(
+                f"backend={self._target.name}: kernel {self._kernel.name} with {_describe(self._settings)} failed: {error}"
+            ) from error
+
+    def _first(self, inputs: list[mx.array]) -> list[mx.array]:
+        dtypes = [array.dtype for array in inputs]
+        key: Key = (self._target, self._kernel.name, self._settings, tuple(dtypes))
+        run = _compiled(key, self._target, self._kernel, self._settings, dtypes, self._dtypes)
+        self._small = [place for place, array in enumerate(inputs) if array.size < SMALLEST_INPUT]
+        self._run = run
+        results = self(inputs)
         if key not in _PROVEN:
             mx.eval(results)
             _PROVEN.add(key)
-    except (RuntimeError, ValueError) as error:
-        raise BackendError(f"backend={target.name}: kernel {kernel.name} with {_describe(settings)} failed: {error}") from error
-    return results
+        return results
 
 
 @lru_cache(maxsize=1024)
@@ -213,17 +244,15 @@ def _compiled(
     settings: Configuration,
     inputs: Sequence[mx.Dtype],
     outputs: Sequence[mx.Dtype],
-) -> tuple[str, Launch]:
+) -> Launch:
     with _LOCK:
         if key not in _COMPILED:
             program = compose(target, kernel, settings, inputs, outputs)
             _COMPILED[key] = program.name, target.build(program)
-        return _COMPILED[key]
+        return _COMPILED[key][1]
 
 
-def _at_least_smallest(array: mx.array) -> mx.array:
-    if array.size >= SMALLEST_INPUT:
-        return array
+def _enlarged(array: mx.array) -> mx.array:
     return mx.concatenate([array.reshape(-1), mx.zeros((SMALLEST_INPUT,), array.dtype)])
 
 

@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 
-from kivi.backends.kernels.program import Grid, Kernel, Target, constant, launch
+from kivi.backends.kernels.program import Grid, Kernel, Prepared, Target, constant
 from kivi.backends.kernels.settings import element_settings
 from kivi.codec import Codec, Packed
 
@@ -23,8 +23,8 @@ def group_roundtrip(target: Target, x: mx.array, codec: Codec) -> mx.array:
     """Return what :meth:`kivi.codec.Codec.roundtrip` returns, bit for bit, in one pass over ``x``."""
     kernel = ROUNDTRIP_KEYS if codec.axis == -2 else ROUNDTRIP_VALUES
     sizes, groups = _grid(x, codec)
-    (out,) = launch(target, kernel, element_settings(codec, x), [x, sizes], groups=groups, outputs=[(x.shape, x.dtype)])
-    return out
+    run = Prepared(target, kernel, element_settings(codec, x), groups=groups, outputs=[(x.shape, x.dtype)])
+    return run([x, sizes])[0]
 
 
 def quantize(target: Target, x: mx.array, codec: Codec) -> Packed:
@@ -40,7 +40,7 @@ def quantize(target: Target, x: mx.array, codec: Codec) -> Packed:
     sizes, groups = _grid(x, codec)
     words, params = codec.shapes(tokens, channels)
     outputs = [((*leading, *words), mx.uint32), *[((*leading, *params), codec.param_dtype)] * 2]
-    return Packed(*launch(target, kernel, element_settings(codec, x), [x, sizes], groups=groups, outputs=outputs))
+    return Packed(*Prepared(target, kernel, element_settings(codec, x), groups=groups, outputs=outputs)([x, sizes]))
 
 
 def _grid(x: mx.array, codec: Codec) -> tuple[mx.array, Grid]:

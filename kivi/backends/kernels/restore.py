@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kivi.backends import History
 from kivi.backends.kernels.attention import HISTORY_INPUTS, history_arrays, stack_counts
-from kivi.backends.kernels.program import Kernel, Setting, Target, constant, launch
+from kivi.backends.kernels.program import Kernel, Prepared, Setting, Target, constant
 from kivi.backends.kernels.settings import history_settings
 
 TILE_TOKENS = 128  # tokens that a threadgroup takes
@@ -57,15 +57,15 @@ def restore(target: Target, history: History, *, columns: int, window_start: int
         "KEY_BLOCKS": -(-key_channels // RUN),
         "VALUE_BLOCKS": -(-value_channels // RUN),
     }
-    keys, values = launch(
+    run = Prepared(
         target,
         RESTORE,
         tuple(settings.items()),
-        [*history_arrays(history), counts, constant(layout, mx.int32)],
         groups=(blank_from + blank_tiles, 2, batch * heads),
         outputs=[
             ((batch, heads, columns, key_channels), history.window_keys.dtype),
             ((batch, heads, columns, value_channels), history.window_values.dtype),
         ],
     )
+    keys, values = run([*history_arrays(history), counts, constant(layout, mx.int32)])
     return keys, values

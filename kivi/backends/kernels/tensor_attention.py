@@ -11,7 +11,6 @@ from typing import Protocol
 import mlx.core as mx
 
 from kivi.backends import History
-from kivi.backends.kernels import attention as kernel_attention
 from kivi.backends.kernels.attention import (
     HISTORY_INPUTS,
     MOST_SPLITS,
@@ -21,9 +20,10 @@ from kivi.backends.kernels.attention import (
     Shapes,
     Split,
     attend,
-    configure,
     cut,
     describe,
+    plan_portable,
+    prepare,
 )
 from kivi.backends.kernels.backend import KernelBackend
 from kivi.backends.kernels.program import Kernel, Setting, Target
@@ -89,19 +89,15 @@ class TensorBackend(KernelBackend):
         sinks: mx.array | None,
     ) -> mx.array:
         call = describe(queries, history, scale=scale, causal=causal, mask=mask, sinks=sinks)
-        if self._fits(call.shapes, history):
-            return attend(self.target, TENSOR, call, _plan(call.shapes), sinks)
-        return kernel_attention.attend_portably(self.target, call, sinks)
+        return attend(plan(self, call.shapes), call, sinks)
 
-    def _fits(self, shapes: Shapes, history: History) -> bool:
+    def fits(self, shapes: Shapes) -> bool:
         """Return whether the tensor-core body takes the shapes and dtypes, has enough to do, and room in shared memory.
 
         It rounds folded scales and weights to float16, which float32 queries would see. It copies whole tiles, aligned, which
         the capacities of a cache (:data:`kivi.cache.storage.CODE_STEP`) allow.
         """
-        if history.keys is None or history.values is None or shapes.dtype == mx.float32:
-            return False
-        if {history.keys.scale.dtype, history.values.scale.dtype} != {mx.float16}:
+        if not shapes.code_room or shapes.dtype == mx.float32 or set(shapes.params) != {mx.float16}:
             return False
         least = self.least_codes.get(max(codec.bits for codec in shapes.codecs))
         if least is None or shapes.code_room < least or shapes.code_room % TENSOR_TILE_TOKENS or shapes.key_channels % 16:
@@ -112,7 +108,10 @@ class TensorBackend(KernelBackend):
 
 
 @lru_cache(maxsize=1024)
-def _plan(shapes: Shapes) -> Plan:
+def plan(backend: TensorBackend, shapes: Shapes) -> Plan:
+    """Prepare the body that the shapes are for."""
+    if not backend.fits(shapes):
+        return plan_portable(backend.target, shapes)
     coded = _cut(shapes)
     left = sum(-(-room // TILE_TOKENS) for room in (shapes.sink_room, shapes.window_room))
     rest = cut(shapes, left).splits
@@ -125,7 +124,7 @@ def _plan(shapes: Shapes) -> Plan:
         "SHARED_BYTES": _shared_bytes(shapes),
         "SKIPS": 1,
     }
-    return configure(shapes, coded._replace(splits=rest + coded.splits), rest, settings, parts)
+    return prepare(backend.target, TENSOR, shapes, coded._replace(splits=rest + coded.splits), rest, settings, parts)
 
 
 def _cut(shapes: Shapes) -> Split:

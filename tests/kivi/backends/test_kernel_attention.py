@@ -93,22 +93,26 @@ def test_attention_is_within_the_bound(backend: Backend, name: str) -> None:
     assert mx.array_equal(queries, kept).item()
 
 
+def forget_plans() -> None:
+    """Let plans be made anew, of constants that a test has changed or put back."""
+    kernel_attention.plan_portable.cache_clear()
+    kernel_tensor.plan.cache_clear()
+
+
 @pytest.mark.parametrize(("queries_a_head", "bits"), [(1, 3), (2, 2), (4, 2), (4, 3)])
 def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many heads as fill a GPU there is one split; scores grow along it, so that every tile moves the maximum."""
     monkeypatch.setattr(kernel_attention, "WANTED_GROUPS", 1)
     monkeypatch.setattr(kernel_tensor, "MULTIPROCESSORS", 1)
     monkeypatch.setattr(kernel_tensor, "IDLE", 0)
-    for module in (kernel_attention, kernel_tensor):
-        module._plan.cache_clear()
+    forget_plans()
     case = Case(heads=1, queries_a_head=queries_a_head, codes=2624, window=150, key_bits=bits, value_bits=bits)
     queries, history, exact = build(case)
     columns = exact.keys.shape[2]
     ramp = mx.arange(columns, dtype=mx.float32)[None] / 64
     actual = backend.decode_attention(queries, history, scale=0.125, causal=True, mask=ramp, sinks=None)
     flat = backend.decode_attention(queries, history, scale=0.125, causal=True, mask=None, sinks=None)
-    for module in (kernel_attention, kernel_tensor):
-        module._plan.cache_clear()
+    forget_plans()
     expected = reference(queries, exact, 0.125, causal=True, mask=ramp)
     assert largest_error(actual, expected) < ATTENTION_BOUND[case.dtype]
     assert largest_error(flat, reference(queries, exact, 0.125, causal=True)) < ATTENTION_BOUND[case.dtype] / 8
@@ -118,7 +122,7 @@ def test_a_split_may_hold_many_tiles(backend: Backend, queries_a_head: int, bits
 def test_a_lone_split_needs_no_merge(backend: Backend, with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many rows as fill a GPU the output is the result: normalised, with sinks, zeros where nothing is seen."""
     monkeypatch.setattr(kernel_attention, "WANTED_GROUPS", 1)
-    kernel_attention._plan.cache_clear()
+    forget_plans()
     case = Case(heads=2, queries_a_head=3, length=2, sinks=32, codes=96, key_channels=72, value_channels=40)
     queries, history, exact = build(case, seed=2)
     logits = mx.random.normal((queries.shape[1],)) * 4 if with_sinks else None
@@ -126,7 +130,7 @@ def test_a_lone_split_needs_no_merge(backend: Backend, with_sinks: bool, monkeyp
     actual = backend.decode_attention(queries, history, mask=None, **arguments)
     nothing = mx.zeros((1, 1, 1, exact.keys.shape[2]), mx.bool_)
     blind = backend.decode_attention(queries, history, mask=nothing, **arguments)
-    kernel_attention._plan.cache_clear()
+    forget_plans()
     expected = reference(queries, exact, 0.125, causal=True, sinks=logits)
     assert largest_error(actual, expected) < ATTENTION_BOUND[case.dtype]
     assert mx.all(blind == 0).item()

@@ -7,7 +7,7 @@ import pytest
 
 from kivi.backends import BackendError
 from kivi.backends.host import HostTarget
-from kivi.backends.kernels.program import Kernel, Program, launch, read_source
+from kivi.backends.kernels.program import Kernel, Prepared, Program, read_source
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
 
@@ -110,4 +110,4 @@ def test_sixteen_bit_floats_round_as_numpy_does() -> None:
 def test_a_body_that_does_not_compile_is_named() -> None:
     broken = Kernel("roundtrip_keys", ("x", "sizes"), ("out",), 128, ())  # without the functions that the body uses
     with pytest.raises(BackendError, match="kernel roundtrip_keys with BITS=2 failed"):
-        launch(HostTarget(), broken, (("BITS", 2),), [mx.zeros((8,))], groups=(1, 1, 1), outputs=[((8,), mx.float32)])
+        Prepared(HostTarget(), broken, (("BITS", 2),), groups=(1, 1, 1), outputs=[((8,), mx.float32)])([mx.zeros((8,))])
