@@ -184,6 +184,10 @@ class Throughput(Record):
     baseline_spread: NonNegativeFloat = metric(
         "(max - min) / median of the full cache's own decode", "1", higher_is_better=None
     )
+    host_ms: PositiveFloat | None = optional_metric(
+        "Python's part of a decode step, building its graph", "ms", higher_is_better=False
+    )
+    host_ms_full: PositiveFloat | None = optional_metric("the same with the full cache", "ms", higher_is_better=None)
     peak_bytes: Count | None = optional_metric("MLX's peak in a process of this cache alone", "bytes", higher_is_better=False)
     process_peak_bytes: Count | None = optional_metric(
         "largest resident set of a process of this cache alone, model and loading included", "bytes", higher_is_better=None

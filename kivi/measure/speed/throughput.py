@@ -14,6 +14,7 @@ With ``isolate`` each cache of each round has a process of its own (:mod:`kivi.m
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -149,17 +150,24 @@ def _summarise(
         for context, runs, paired in zip(settings.contexts, timed, baseline, strict=True)
     ]
     longest = max(contexts, key=lambda figures: figures.context)
-    rates = Timing.of([settings.steps / run.decode for run in baseline[contexts.index(longest)]])
+    runs, paired = (of_arm[contexts.index(longest)] for of_arm in (timed, baseline))
+    rates = Timing.of([settings.steps / run.decode for run in paired])
     return Throughput(
         prefill_tps=longest.prefill_tps.median,
         decode_tps=longest.decode_tps.median,
         prefill_ratio=longest.prefill_ratio.median,
         decode_ratio=longest.decode_ratio.median,
+        host_ms=_host_ms(runs),
+        host_ms_full=_host_ms(paired),
         peak_bytes=_largest(run.peak_bytes for runs in timed for run in runs),
         process_peak_bytes=_largest(run.process_peak_bytes for runs in timed for run in runs),
         baseline_spread=rates.spread,
         contexts=contexts,
     )
+
+
+def _host_ms(runs: Sequence[Timed]) -> float:
+    return statistics.median(run.host for run in runs) * 1e3
 
 
 def _largest(peaks: Iterable[int | None]) -> int | None:

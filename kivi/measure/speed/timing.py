@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -20,10 +21,14 @@ WARM_UP_STEPS = 4  # enough for every kernel of a decode step; settling the pref
 
 
 class Timed(Record):
-    """Seconds of one run: to the first token, and of the decode steps after it; peaks of a process that did nothing else."""
+    """Seconds of one run: to the first token, of the decode steps after it, and of building the graph of the median step.
+
+    Peaks are of a process that did nothing else.
+    """
 
     first_token: float
     decode: float
+    host: float
     peak_bytes: int | None = None
     process_peak_bytes: int | None = None
 
@@ -64,10 +69,13 @@ def time_arm(arm: Arm, tokens: mx.array, steps: int) -> Timed:
     mx.eval(token)
     mx.synchronize()
     middle = time.perf_counter()
+    host = []
     for _ in range(steps):
+        begun = time.perf_counter()
         token = mx.argmax(arm.step(token), axis=-1)[:, None]
+        host.append(time.perf_counter() - begun)
         mx.async_eval(token)  # type: ignore[no-untyped-call]
     mx.eval(token)
     settle(arm.caches)
     mx.synchronize()
-    return Timed(first_token=middle - start, decode=time.perf_counter() - middle)
+    return Timed(first_token=middle - start, decode=time.perf_counter() - middle, host=statistics.median(host))

@@ -42,6 +42,9 @@ def test_every_arm_is_timed_beside_the_full_cache(tiny: Tiny, texts: list[str], 
     assert packed.contexts[-1].decode_ratio.rounds == pytest.approx([own / base for own, base in pairs])
     assert packed.contexts[-1].decode_ratio_interval is not None
     assert packed.baseline_spread == full.baseline_spread
+    assert packed.host_ms_full == full.host_ms_full == full.host_ms
+    assert packed.host_ms is not None
+    assert 0 < packed.host_ms != full.host_ms
 
 
 def test_arms_take_turns_and_each_round_has_a_prompt_of_its_own(
