@@ -239,7 +239,9 @@ def prepare(
         raise BackendError(f"{shapes.query_heads} query heads on {shapes.heads} KV heads: expected a multiple")
     widest = THREADS * run_codes(codecs.values)
     if shapes.value_padded > widest:
-        raise BackendError(f"{shapes.value_channels} channels of values in {codecs.values.bits} bits: expected at most {widest}")
+        raise BackendError(
+            f"{shapes.value_channels} channels of values in {codecs.values.bits} bits: expected at most {widest}"
+        )
     value_columns = shapes.value_padded // run_codes(codecs.values)
     key_lanes = next(lanes for lanes in (8, 16, 32) if lanes * RUN >= shapes.key_channels or lanes == SIMD_WIDTH)
     layout = Layout(
