@@ -28,6 +28,11 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
     raise AssertionError("no child")
 
 
+def test_these_tests_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    """Two sets of servers at once take each other's ports."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@servers")
+
+
 def test_a_process_is_found_again_and_ended_with_its_children(tmp_path: Path) -> None:
     started = Background(tmp_path).start("one", PARENT, dict(os.environ))
     later = Background(tmp_path)  # as another command sees it
