@@ -186,10 +186,9 @@ class Prepared:
         self._shapes = [shape for shape, _ in outputs]
         self._dtypes = [dtype for _, dtype in outputs]
         self._run: Launch | None = None
-        self._small: list[int] = []  # places of inputs that are too small for MLX
 
-    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
-        """Run on ``inputs``, which have the same sizes and dtypes at every call; the list is used up.
+    def __call__(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Run on ``inputs``, which have the same dtypes at every call.
 
         Raises:
             BackendError: the kernel failed to compile or to run.
@@ -197,10 +196,8 @@ class Prepared:
         try:
             if self._run is None:
                 return self._first(inputs)
-            for place in self._small:
-                inputs[place] = _enlarged(inputs[place])
             return self._run(
-                inputs=inputs,
+                inputs=[array if array.size >= SMALLEST_INPUT else _enlarged(array) for array in inputs],
                 grid=self._grid,
                 threadgroup=self._threadgroup,
                 output_shapes=self._shapes,
@@ -211,11 +208,10 @@ class Prepared:
                 f"backend={self._target.name}: kernel {self._kernel.name} with {_describe(self._settings)} failed: {error}"
             ) from error
 
-    def _first(self, inputs: list[mx.array]) -> list[mx.array]:
+    def _first(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         dtypes = [array.dtype for array in inputs]
         key: Key = (self._target, self._kernel.name, self._settings, tuple(dtypes))
         run = _compiled(key, self._target, self._kernel, self._settings, dtypes, self._dtypes)
-        self._small = [place for place, array in enumerate(inputs) if array.size < SMALLEST_INPUT]
         self._run = run
         results = self(inputs)
         if key not in _PROVEN:
