@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kivi.accounting import CacheBytes
+from kivi.measure.records import Interval
 from kivi.measure.results import (
     Accounting,
     Answer,
@@ -32,7 +33,6 @@ from kivi.measure.results import (
     DepthBucket,
     Finding,
     Generation,
-    Interval,
     Memory,
     Provenance,
     Quality,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from kivi.measure.results import Interval
+from kivi.measure.records import Interval
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000

@@ -23,6 +23,7 @@ from kivi.measure import MeasureError
 from kivi.measure.arms import Arm
 from kivi.measure.intervals import Floats, bootstrap_interval, samples
 from kivi.measure.monitor import Monitor
+from kivi.measure.perplexity import statistics
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import DepthBucket, Quality, StepCheck
 from kivi.measure.schedule import first_visible, scoring_blocks
@@ -132,6 +133,7 @@ def summarise(scores: Scores, seed: int, step_check: StepCheck | None = None) ->
         sequence_kl=kl_samples,
         sequence_flips=flip_samples,
         step_check=step_check,
+        statistics=statistics(kl, scores.loss[:, seen], scores.loss_full[:, seen]),
         control_kl_mean=None if scores.control_kl is None else float(scores.control_kl[:, seen].mean()),
         control_flip_rate=None if scores.control_flips is None else float(scores.control_flips[:, seen].mean()),
         kernel_kl_mean=None if scores.kernel_kl is None else float(scores.kernel_kl[:, seen].mean()),

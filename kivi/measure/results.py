@@ -8,58 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AwareDatetime, Field, NonNegativeFloat, PositiveFloat
 
 from kivi.accounting import CacheBytes
-from kivi.files import write_whole
 from kivi.measure.answers.scorers import ScorerName
+from kivi.measure.perplexity import PerplexityStatistics
+from kivi.measure.records import Cosine, Count, Divergence, Interval, Record, Several, Share, Text, metric, optional_metric
 from kivi.measure.settings import MeasureSettings
 from kivi.spec import CacheSpec
-
-Share = Annotated[float, Field(ge=0, le=1)]
-Divergence = Annotated[float, Field(ge=-1e-3)]  # a KL, which is never below 0 but for the noise of floats
-Cosine = Annotated[float, Field(ge=-1.001, le=1.001)]  # with the same noise
-Count = Annotated[int, Field(ge=0, lt=2**63)]  # tokens, bytes and the like, at most what fits into 64 bits
-Several = Annotated[int, Field(ge=1, lt=2**63)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-def metric(description: str, unit: str, *, higher_is_better: bool | None) -> Any:
-    """Declare a measured number; ``higher_is_better`` is None where neither direction is good."""
-    return Field(
-        description=description,
-        json_schema_extra={"unit": unit, "higher_is_better": higher_is_better},
-    )
-
-
-def optional_metric(description: str, unit: str, *, higher_is_better: bool | None) -> Any:
-    """Declare a measured number that not every spec has; None is never logged."""
-    return Field(
-        None,
-        description=description,
-        json_schema_extra={"unit": unit, "higher_is_better": higher_is_better},
-    )
-
-
-class Record(BaseModel):
-    """Base of all results: frozen, no unknown fields, no NaN or infinity."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    def write(self, path: Path) -> None:
-        """Write it as JSON: a process that ends meanwhile leaves what was at ``path``."""
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
-
-
-class Interval(Record):
-    """A 95 % confidence interval and how it was made."""
-
-    low: float
-    high: float
-    method: str
 
 
 class DepthBucket(Record):
@@ -99,12 +57,13 @@ class Quality(Record):
     sequences: Several = metric("sequences scored", "1", higher_is_better=None)
     kl_interval: Interval | None = None
     flip_interval: Interval | None = None
-    by_depth: list[DepthBucket] = []
+    by_depth: list[DepthBucket] = Field([])
     sequence_kl: list[Divergence] = Field(
         [], description="mean KL of each sequence or block, in order: the gate's paired samples"
     )
     sequence_flips: list[Share] = Field([], description="flip rate of each sequence or block, in order")
     step_check: StepCheck | None = None
+    statistics: PerplexityStatistics | None = Field(None, description="over the same positions, as llama-perplexity has them")
     control_kl_mean: Divergence | None = optional_metric(
         "mean KL from the full cache of the same codes, dequantised: the quantiser's error", "nats", higher_is_better=False
     )
@@ -139,7 +98,7 @@ class Generation(Record):
     logit_cosine: list[Cosine] = Field([], description="cosine to the full cache's logits by decode step, teacher-forced")
     logit_cosine_free: list[Cosine] = Field([], description="the same, free-running: cache error and divergence together")
     step_kl: list[Divergence] = Field([], description="KL by decode step, teacher-forced")
-    continuations: list[Continuation] = []
+    continuations: list[Continuation] = Field([])
 
 
 class Timing(Record):
@@ -192,7 +151,7 @@ class Throughput(Record):
     process_peak_bytes: Count | None = optional_metric(
         "largest resident set of a process of this cache alone, model and loading included", "bytes", higher_is_better=None
     )
-    contexts: list[ContextThroughput] = []
+    contexts: list[ContextThroughput] = Field([])
 
 
 class Answer(Record):
@@ -230,8 +189,8 @@ class Answers(Record):
     examples: list[str] = Field([], description="few-shot examples before each question, as they were given")
     chat_template: str | None = Field(None, description="the template, where questions went through one")
     prompts_sha256: str = Field(description="digest of all prompts as tokens, in order")
-    by_depth_and_length: list[AnswerBucket] = []
-    answers: list[Answer] = []
+    by_depth_and_length: list[AnswerBucket] = Field([])
+    answers: list[Answer] = Field([])
 
 
 class Memory(Record):
@@ -282,7 +241,7 @@ class Audit(Record):
     """Whether the cell's caches hold what they report, and what was found."""
 
     passed: bool
-    findings: list[Finding] = []
+    findings: list[Finding] = Field([])
     bytes: CacheBytes
 
 

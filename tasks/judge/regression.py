@@ -27,7 +27,8 @@ import numpy as np
 from pydantic import Field
 from scipy import stats
 
-from kivi.measure.results import CellResult, ContextThroughput, Interval, MetricField, metric_fields
+from kivi.measure.records import Interval
+from kivi.measure.results import CellResult, ContextThroughput, MetricField, metric_fields
 from tasks.config import Config, Tolerances
 from tasks.judge.significance import Estimate, Floats, PairedEstimator, welch
 

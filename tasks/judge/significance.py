@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from kivi.measure.results import Interval
+from kivi.measure.records import Interval
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000  # of the bootstrap

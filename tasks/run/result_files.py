@@ -13,7 +13,8 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from kivi.files import write_whole
-from kivi.measure.results import CellResult, Record, Throughput
+from kivi.measure.records import Record
+from kivi.measure.results import CellResult, Throughput
 
 logger = logging.getLogger(__name__)
 

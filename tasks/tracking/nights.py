@@ -11,6 +11,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_PARENT_RUN_
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from kivi.measure import perplexity
 from kivi.measure.results import CellResult, metric_fields, metric_values
 from tasks.judge.gate import Verdict
 from tasks.report.figures import cell_figure
@@ -196,6 +197,14 @@ def _content(result: CellResult, content: str) -> Content:
         "audit.json": result.audit.model_dump_json(indent=2),
         "figures/by_step.svg": cell_figure(result),
     }
+    quality = result.quality
+    if quality.statistics is not None:
+        files["llama-perplexity.txt"] = perplexity.show(
+            quality.statistics,
+            perplexity=quality.perplexity,
+            perplexity_full=quality.perplexity_full,
+            flip_rate=quality.flip_rate,
+        )
     tags = {
         "kivi.result": content,
         "kivi.prompt_sha256": made.prompt_sha256,

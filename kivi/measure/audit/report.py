@@ -7,7 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, AwareDatetime, BeforeValidator, Field, model_validator
 
-from kivi.measure.results import Finding, Record
+from kivi.measure.records import Record
+from kivi.measure.results import Finding
 from kivi.measure.settings import Settings
 from kivi.spec import CacheSpec
 

@@ -28,7 +28,7 @@ from kivi.measure.backends.speed import (
     time_operations,
 )
 from kivi.measure.monitor import Monitor
-from kivi.measure.results import Record
+from kivi.measure.records import Record
 from kivi.measure.sequences import TokenStream
 from kivi.measure.settings import Settings
 from kivi.models import LoadedModel

@@ -17,7 +17,7 @@ from kivi.backends import ATTENTION_BOUND, Backend, History
 from kivi.cache.packed import MAX_CODE_QUERIES
 from kivi.codec import Codec
 from kivi.measure.backends.skip_reason import failed_or_not_run, on_gpu
-from kivi.measure.results import Record
+from kivi.measure.records import Record
 from kivi.quantize import dtype_name
 from kivi.spec import CacheSpec, ParamDtype
 

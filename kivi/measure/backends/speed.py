@@ -22,7 +22,8 @@ from kivi.codec import Codec
 from kivi.measure.arms import FULL, Arm
 from kivi.measure.backends.skip_reason import failed_or_not_run
 from kivi.measure.monitor import DeadlineError, Monitor
-from kivi.measure.results import Record, Timing
+from kivi.measure.records import Record
+from kivi.measure.results import Timing
 from kivi.measure.settings import Settings
 from kivi.measure.speed.timing import in_turns
 from kivi.models import LoadedModel

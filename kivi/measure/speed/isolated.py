@@ -21,7 +21,7 @@ from pydantic import Field
 from kivi.measure import MeasureError
 from kivi.measure.memory import process_peak
 from kivi.measure.monitor import Monitor
-from kivi.measure.results import Record
+from kivi.measure.records import Record
 from kivi.measure.speed.timing import WARM_UP_STEPS, Timed, time_run
 from kivi.models import LoadedModel, Origin, load_model
 from kivi.spec import CacheSpec

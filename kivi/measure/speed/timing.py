@@ -11,7 +11,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from kivi.measure.arms import Arm, batch, settle
-from kivi.measure.results import Record
+from kivi.measure.records import Record
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
 
