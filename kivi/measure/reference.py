@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +32,13 @@ class Trajectory:
 
     tokens: np.ndarray[Any, np.dtype[np.int64]]
     logits: np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Reply(NamedTuple):
+    """The greedy continuation of a prompt, at least one token, and the log-probability of the right answer there, in nats."""
+
+    tokens: list[int]
+    logprob: float
 
 
 class ReferenceStore:
@@ -102,33 +109,35 @@ class ReferenceStore:
                 draft.finished = True
         return Trajectory(np.array(result["tokens"], dtype=np.int64), np.array(result["logits"]))
 
-    def continuations(
+    def replies(
         self,
         model: LoadedModel,
         prompts: Sequence[Sequence[int]],
-        rules: Sequence[int | str],
-        proceed: Callable[[], list[list[int]]],
-    ) -> list[list[int]]:
-        """Return the full cache's continuation of each prompt, found or made by ``proceed``.
+        rules: Sequence[object],
+        proceed: Callable[[], list[Reply]],
+    ) -> list[Reply]:
+        """Return the full cache's reply to each prompt, found or made by ``proceed``.
 
         Args:
             model: The model.
             prompts: Prompts of equal length.
-            rules: What decides where a continuation ends.
-            proceed: Makes them; each has at least one token.
+            rules: What else decides of replies, as JSON: where continuations end, and the right answers.
+            proceed: Makes the replies.
         """
-        entry = self._entry(f"continuations-{json.dumps(list(rules))}", model, np.asarray(prompts))
+        entry = self._entry(f"replies-{json.dumps(list(rules))}", model, np.asarray(prompts))
         if entry.is_dir():
             self._touch(entry)
-            stored = _load(entry / "continuations.safetensors")
-            return [stored[f"{row:06d}"].tolist() for row in range(len(prompts))]  # type: ignore[misc]
-        rows = proceed()
-        if self._make_room(sum(FLOAT32 * len(row) for row in rows)):
+            stored = _load(entry / "replies.safetensors")
+            logprobs: Any = stored["logprobs"].tolist()
+            return [Reply(stored[f"{row:06d}"].tolist(), logprob) for row, logprob in enumerate(logprobs)]  # type: ignore[arg-type]
+        replies = proceed()
+        if self._make_room(sum(FLOAT32 * (len(reply.tokens) + 1) for reply in replies)):
             with _Draft(entry) as draft:
-                arrays = {f"{row:06d}": mx.array(tokens, dtype=mx.int32) for row, tokens in enumerate(rows)}
-                mx.save_safetensors(str(draft.folder / "continuations.safetensors"), arrays)
+                arrays = {f"{row:06d}": mx.array(reply.tokens, dtype=mx.int32) for row, reply in enumerate(replies)}
+                arrays["logprobs"] = mx.array([reply.logprob for reply in replies], dtype=mx.float32)
+                mx.save_safetensors(str(draft.folder / "replies.safetensors"), arrays)
                 draft.finished = True
-        return rows
+        return replies
 
     def _entry(self, what: str, model: LoadedModel, tokens: np.ndarray[Any, Any]) -> Path:
         identity = {

@@ -163,6 +163,8 @@ class Answer(Record):
     text_full: str
     score: Share
     score_full: Share
+    logprob: float | None = Field(None, description="log-probability of the right answer, fed token by token, nats")
+    logprob_full: float | None = Field(None, description="the same with the full cache")
     tokens: Several = Field(description="of the prompt, examples included")
     depth: Share | None = Field(None, description="where in the text the fact stands, as a share")
 
@@ -175,6 +177,7 @@ class AnswerBucket(Record):
     questions: Several
     accuracy: Share
     accuracy_full: Share
+    logprob_difference: float | None = None
 
 
 class Answers(Record):
@@ -184,6 +187,11 @@ class Answers(Record):
     accuracy_full: Share = metric("mean score with the full cache, same questions", "1", higher_is_better=True)
     questions: Several = metric("questions asked", "1", higher_is_better=None)
     difference_interval: Interval | None = Field(None, description="of accuracy - accuracy_full, over the same questions")
+    logprob_difference: float | None = optional_metric(
+        "mean log-probability of the right answer, with this cache minus with the full one", "nats", higher_is_better=True
+    )
+    logprob_worst: float | None = optional_metric("the same of the question that lost most", "nats", higher_is_better=True)
+    logprob_interval: Interval | None = Field(None, description="of logprob_difference, over the same questions")
     scorer: ScorerName
     tokens: Several = Field(description="most tokens of an answer")
     examples: list[str] = Field([], description="few-shot examples before each question, as they were given")

@@ -1,11 +1,15 @@
 """Questions with right answers: each prompt is continued greedily, with the spec's cache and with the full one, and scored.
 
+Each cache is also asked how probable the right answer is, fed token by token after the prompt: that sees damage long before a
+greedy answer changes, and in models that answer nothing right.
+
 Few-shot examples are the first questions of the set, with their answers; they are not asked. Only prompts of equal length are
 batched, so that no padding is in any cache. The full cache's continuations are kept from cell to cell.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -24,7 +28,8 @@ from kivi.measure.arms import FULL, Arm, batch
 from kivi.measure.generation import TAIL, require_finite
 from kivi.measure.intervals import bootstrap_interval
 from kivi.measure.monitor import Monitor
-from kivi.measure.reference import ReferenceStore
+from kivi.measure.quality import log_softmax
+from kivi.measure.reference import ReferenceStore, Reply
 from kivi.measure.results import Answer, AnswerBucket, Answers
 from kivi.measure.sequences import SEPARATOR, encode, start_tokens
 from kivi.measure.settings import AnswerSettings
@@ -57,11 +62,17 @@ class Question:
         """The text before the answer, without spaces at its end: a token often begins with a space."""
         return self.text.removesuffix(self.answer).rstrip(" ")
 
+    @property
+    def reply(self) -> str:
+        """What follows the prompt: the answer, with the spaces before it."""
+        return self.text[len(self.prompt) :]
+
 
 @dataclass(frozen=True)
 class _Asked:
     question: Question
     tokens: list[int]
+    answer: list[int]
 
 
 def measure_answers(
@@ -95,23 +106,27 @@ def measure_answers(
             f"there are {len(questions)}: ask fewer"
         )
     examples, chosen = questions[: settings.shots], questions[settings.shots : needed]
-    asked = [_Asked(question, tokenize(model, examples, question, chat=settings.chat)) for question in chosen]
+    asked = [_ask(model, examples, question, chat=settings.chat) for question in chosen]
     _require_context(model, asked, settings)
-    texts = _continue_all(model, spec, asked, settings, None, monitor)
-    texts_full = _continue_all(model, FULL, asked, settings, references, monitor)
+    given = _reply_all(model, spec, asked, settings, None, monitor)
+    given_full = _reply_all(model, FULL, asked, settings, references, monitor)
     scorer = SCORERS[settings.scorer]
-    answers = [_score(model, *one, scorer) for one in zip(asked, texts, texts_full, strict=True)]
+    answers = [_score(model, *one, scorer) for one in zip(asked, given, given_full, strict=True)]
+    changes = [logprob - logprob_full for (_, logprob), (_, logprob_full) in zip(given, given_full, strict=True)]
     return Answers(
         accuracy=fmean(one.score for one in answers),
         accuracy_full=fmean(one.score_full for one in answers),
         questions=len(answers),
         difference_interval=bootstrap_interval([one.score - one.score_full for one in answers], "questions", seed),
+        logprob_difference=fmean(changes),
+        logprob_worst=min(changes),
+        logprob_interval=bootstrap_interval(changes, "questions", seed),
         scorer=settings.scorer,
         tokens=settings.tokens,
         examples=[example.text for example in examples],
         chat_template=str(model.tokenizer.chat_template) if settings.chat else None,
         prompts_sha256=hashlib.sha256(json.dumps([one.tokens for one in asked]).encode()).hexdigest(),
-        by_depth_and_length=_buckets(answers),
+        by_depth_and_length=_buckets(answers, changes),
         answers=answers,
     )
 
@@ -136,20 +151,22 @@ def tokenize(model: LoadedModel, examples: Sequence[Question], question: Questio
     return encode(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def continue_greedily(
+def reply_greedily(
     model: LoadedModel,
     spec: CacheSpec,
     prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
     steps: int,
     ended: Callable[[list[int]], bool],
     step: Callable[[], None],
-) -> list[list[int]]:
-    """Return the greedy continuation of each of some prompts of equal length, up to where it ended.
+) -> list[Reply]:
+    """Return the greedy continuation of each of some prompts, up to where it ended, and its answer's log-probability.
 
     Args:
         model: The model.
         spec: The cache.
-        prompts: The prompts.
+        prompts: Prompts of equal length.
+        answers: The right answer of each.
         steps: Most tokens of a continuation.
         ended: Whether a continuation is over.
         step: Called before each step; it may raise.
@@ -159,9 +176,10 @@ def continue_greedily(
         NonFiniteError: a cache holds NaN or infinity.
     """
     arm = Arm(model, spec)
+    logits = arm.prefill(batch(prompts))
+    logprobs = _answer_logprobs(arm, logits, answers, step)
     rows: list[list[int]] = [[] for _ in prompts]
     going = set(range(len(rows)))
-    logits = arm.prefill(batch(prompts))
     for index in range(steps):
         step()
         require_finite(logits, arm, index)
@@ -173,18 +191,39 @@ def continue_greedily(
             break
         logits = arm.decode(mx.array(tokens)[:, None])  # rows that have ended are fed on and not looked at
     arm.check_finite()
-    return rows
+    return [Reply(*one) for one in zip(rows, logprobs, strict=True)]
 
 
-def _continue_all(
+def _answer_logprobs(arm: Arm, logits: mx.array, answers: Sequence[Sequence[int]], step: Callable[[], None]) -> list[float]:
+    """Return the log-probability of each answer after the prompts that ``arm`` holds, in nats; the arm stays as it is."""
+    caches = copy.deepcopy(arm.caches)
+    logprobs = np.zeros(len(answers), np.float32)
+    for index in range(max(map(len, answers))):
+        step()
+        if index:  # answers that have ended are fed on and not looked at
+            logits = arm.decode(mx.array([[answer[min(index, len(answer)) - 1]] for answer in answers]), caches)
+        require_finite(logits, arm, index)
+        log_p = log_softmax(logits)
+        for row, answer in enumerate(answers):
+            if index < len(answer):
+                logprobs[row] += log_p[row, answer[index]].item()
+    return [float(logprob) for logprob in logprobs]
+
+
+def _ask(model: LoadedModel, examples: Sequence[Question], question: Question, *, chat: bool) -> _Asked:
+    reply = question.answer if chat else question.reply
+    return _Asked(question, tokenize(model, examples, question, chat=chat), encode(model.tokenizer, reply))
+
+
+def _reply_all(
     model: LoadedModel,
     spec: CacheSpec,
     asked: Sequence[_Asked],
     settings: AnswerSettings,
     references: ReferenceStore | None,
     monitor: Monitor,
-) -> list[str]:
-    """Return the text that follows each prompt, in their order; with ``references`` it is looked for there first."""
+) -> list[tuple[str, float]]:
+    """Return the text that follows each prompt and its answer's log-probability; ``references`` are asked first."""
     scorer, ends = SCORERS[settings.scorer], _end_tokens(model.tokenizer)
 
     def text_of(tokens: list[int]) -> str:
@@ -194,17 +233,17 @@ def _continue_all(
         text = text_of(tokens)
         return tokens[-1] in ends or scorer.cut(text) != text
 
-    texts = [""] * len(asked)
-    done = 0
+    given: dict[int, tuple[str, float]] = {}
     for members in _batches(asked):
-        prompts = [asked[index].tokens for index in members]
-        step = partial(monitor.step, f"answers of {spec.kind}", done, len(asked))
-        proceed = partial(continue_greedily, model, spec, prompts, settings.tokens, ended, step)
-        found = references.continuations(model, prompts, [settings.tokens, *scorer.stops], proceed) if references else proceed()
-        for index, tokens in zip(members, found, strict=True):
-            texts[index] = scorer.cut(text_of(tokens))
-        done += len(members)
-    return texts
+        prompts, answers = [asked[index].tokens for index in members], [asked[index].answer for index in members]
+        step = partial(monitor.step, f"answers of {spec.kind}", len(given), len(asked))
+        proceed = partial(reply_greedily, model, spec, prompts, answers, settings.tokens, ended, step)
+        rules = [settings.tokens, *scorer.stops, answers]
+        for index, reply in zip(
+            members, references.replies(model, prompts, rules, proceed) if references else proceed(), strict=True
+        ):
+            given[index] = scorer.cut(text_of(reply.tokens)), reply.logprob
+    return [given[index] for index in range(len(asked))]
 
 
 def _batches(asked: Sequence[_Asked]) -> Iterator[list[int]]:
@@ -215,8 +254,8 @@ def _batches(asked: Sequence[_Asked]) -> Iterator[list[int]]:
         yield from (same[start : start + BATCH] for start in range(0, len(same), BATCH))
 
 
-def _score(model: LoadedModel, one: _Asked, text: str, text_full: str, scorer: Scorer) -> Answer:
-    expected = one.question.answer
+def _score(model: LoadedModel, one: _Asked, given: tuple[str, float], given_full: tuple[str, float], scorer: Scorer) -> Answer:
+    expected, (text, logprob), (text_full, logprob_full) = one.question.answer, given, given_full
     return Answer(
         prompt_tail=model.tokenizer.decode(one.tokens[-TAIL:]),
         expected=expected,
@@ -224,23 +263,26 @@ def _score(model: LoadedModel, one: _Asked, text: str, text_full: str, scorer: S
         text_full=text_full,
         score=scorer.score(expected, text),
         score_full=scorer.score(expected, text_full),
+        logprob=logprob,
+        logprob_full=logprob_full,
         tokens=len(one.tokens),
         depth=one.question.depth,
     )
 
 
-def _buckets(answers: Sequence[Answer]) -> list[AnswerBucket]:
+def _buckets(answers: Sequence[Answer], changes: Sequence[float]) -> list[AnswerBucket]:
     """Return the answers by the next power of two of their prompt's tokens, and by depth."""
-    buckets: dict[tuple[int, float | None], list[Answer]] = {}
-    for answer in answers:
-        buckets.setdefault((1 << (answer.tokens - 1).bit_length(), answer.depth), []).append(answer)
+    buckets: dict[tuple[int, float | None], list[tuple[Answer, float]]] = {}
+    for answer, change in zip(answers, changes, strict=True):
+        buckets.setdefault((1 << (answer.tokens - 1).bit_length(), answer.depth), []).append((answer, change))
     return [
         AnswerBucket(
             length=length,
             depth=depth,
             questions=len(members),
-            accuracy=fmean(one.score for one in members),
-            accuracy_full=fmean(one.score_full for one in members),
+            accuracy=fmean(one.score for one, _ in members),
+            accuracy_full=fmean(one.score_full for one, _ in members),
+            logprob_difference=fmean(change for _, change in members),
         )
         for (length, depth), members in sorted(buckets.items(), key=lambda item: (item[0][0], item[0][1] or 0.0))
     ]

@@ -12,11 +12,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from kivi.measure import MeasureError
 from kivi.measure.__main__ import read_questions, read_texts
 from kivi.measure.answers import questions as answers
-from kivi.measure.answers.questions import Question, continue_greedily, measure_answers, tokenize
+from kivi.measure.answers.questions import Question, measure_answers, reply_greedily, tokenize
 from kivi.measure.arms import FULL
 from kivi.measure.monitor import DeadlineError, Monitor
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.results import Answers
+from kivi.measure.sequences import encode
 from kivi.measure.settings import AnswerSettings
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
@@ -79,9 +80,9 @@ def test_batches_hold_equal_lengths_and_change_no_answer(
 
     def spy(model: Any, spec: Any, prompts: Any, *rest: Any) -> Any:
         seen.append([len(prompt) for prompt in prompts])
-        return continue_greedily(model, spec, prompts, *rest)
+        return reply_greedily(model, spec, prompts, *rest)
 
-    monkeypatch.setattr(answers, "continue_greedily", spy)
+    monkeypatch.setattr(answers, "reply_greedily", spy)
     together = ask()
     assert seen == [[58], [98, 98], [128]] * 2  # shortest first; this cache, then the full one
     for index, one in enumerate(QUESTIONS[:4]):
@@ -97,13 +98,39 @@ def test_the_full_caches_continuations_are_kept_for_the_next_cell(ask: Ask, monk
 
     def spy(model: Any, spec: CacheSpec, *rest: Any) -> Any:
         kinds.append(spec.kind)
-        return continue_greedily(model, spec, *rest)
+        return reply_greedily(model, spec, *rest)
 
-    monkeypatch.setattr(answers, "continue_greedily", spy)
+    monkeypatch.setattr(answers, "reply_greedily", spy)
     assert ask(PACKED) == first
     assert set(kinds) == {"kivi"}
     ask(PACKED, SETTINGS.model_copy(update={"tokens": 5}))
     assert set(kinds) == {"kivi", "full"}
+
+
+def test_the_right_answers_log_probability_is_that_of_its_tokens_after_the_prompt(ask: Ask, tiny: Tiny) -> None:
+    """Of questions in one batch whose answers differ in length; the model reads prompt and answer at once."""
+    model = tiny()
+    prompts = [
+        Question(f"{one.text} and {answer}", f" and {answer}")
+        for one, answer in zip(QUESTIONS[1:3], ("more", "x"), strict=True)
+    ]
+    asked = ask(PACKED, SETTINGS.model_copy(update={"questions": 2}), prompts)
+    for one, answer in zip(prompts, asked.answers, strict=True):
+        start, reply = tokenize(model, [], one, chat=False), encode(model.tokenizer, one.reply)
+        logits = model.model(mx.array([start + reply]))[0, len(start) - 1 : -1].astype(mx.float32)
+        log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        expected = sum(log_p[index, token].item() for index, token in enumerate(reply))
+        assert answer.logprob_full == pytest.approx(expected, abs=1e-4)
+        assert answer.logprob != pytest.approx(expected, abs=1e-4)  # 2 bits without a window
+    changes = [one.logprob - one.logprob_full for one in asked.answers]
+    assert asked.logprob_difference == pytest.approx(sum(changes) / 2)
+    assert asked.logprob_worst == min(changes)
+    assert asked.logprob_interval is not None
+
+
+def test_the_full_cache_makes_no_answer_less_probable(ask: Ask) -> None:
+    asked = ask()
+    assert asked.logprob_difference == asked.logprob_worst == 0
 
 
 def test_buckets_are_by_length_and_depth_and_hold_every_question_once(ask: Ask) -> None:
@@ -140,9 +167,11 @@ def test_a_chat_goes_through_the_template_which_is_in_the_result(ask: Ask, tiny:
 def test_an_answer_ends_at_an_end_token_or_a_stop(ask: Ask, tiny: Tiny) -> None:
     model = tiny()
     prompts = [tokenize(model, [], QUESTIONS[0], chat=False)]
-    free = continue_greedily(model, FULL, prompts, 6, lambda _: False, lambda: None)[0]
+    known = [model.tokenizer.encode("2")]
+    free = reply_greedily(model, FULL, prompts, known, 6, lambda _: False, lambda: None)[0].tokens
     assert len(free) == 6
-    assert continue_greedily(model, FULL, prompts, 6, lambda row: len(row) == 3, lambda: None) == [free[:3]]
+    (cut,) = reply_greedily(model, FULL, prompts, known, 6, lambda row: len(row) == 3, lambda: None)
+    assert cut.tokens == free[:3]
     ending = replace(model, tokenizer=TokenizerWrapper(model.tokenizer, eos_token_ids=[free[2]]))
     asked = ask(model=ending, questions=QUESTIONS[:1], settings=SETTINGS.model_copy(update={"questions": 1}))
     assert asked.answers[0].text == model.tokenizer.decode(free[: free.index(free[2])])
