@@ -16,7 +16,11 @@ from kivi import fields
 from kivi.measure.settings import AnswerSettings, MeasureSettings, ScoreSettings
 from kivi.spec import BackendName, CacheSpec, reason
 
-BUILT_IN = ("humaneval", "retrieval")  # prompt sets that need no network
+GENERATED = (  # prompt sets that are made from a seed
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "schema", "copying", "arithmetic"),
+)
+BUILT_IN = ("humaneval", "retrieval", *GENERATED)  # prompt sets that need no network
 
 
 class ConfigError(ValueError):
@@ -45,7 +49,9 @@ class PromptSetConfig(Config):
 
     name: str = Field("", description="name in tables and runs; by default the last part of the source")
     source: str = Field(
-        min_length=1, description="humaneval, retrieval, a Hugging Face id, or a local json, jsonl, gz, parquet file or folder"
+        min_length=1,
+        description="humaneval, retrieval, a generated task such as niah_single_2 (docs/measurements.md has them all), "
+        "a Hugging Face id, or a local json, jsonl, gz, parquet file or folder",
     )
     config: str | None = Field(None, description="configuration (subset) of a Hugging Face id")
     split: str = Field("train", min_length=1, description="split; local files have the one split train")
@@ -54,6 +60,8 @@ class PromptSetConfig(Config):
     template: str | None = Field(None, min_length=1, description="text from several columns, e.g. {question}\\n{answer}")
     messages: str | None = Field(None, min_length=1, description="column of chat messages: a list of role and content")
     limit: int | None = Field(None, ge=1, description="rows to take, from the first")
+    length: int = Field(2048, ge=64, le=1_048_576, description="tokens of each text of a generated task, at most")
+    seed: int = Field(0, ge=0, description="seed of a generated task")
     chat_template: bool = Field(False, description="wrap each text in the model's chat template")
     score: ScoreSettings | None = Field(None, description="what is scored on this set, where it differs from the night's")
     answer: str | None = Field(None, min_length=1, description="column that holds the right answer, which each text ends with")
@@ -78,6 +86,9 @@ class PromptSetConfig(Config):
             raise ValueError(f"source={self.source!r} needs column, template or messages, to say what a row's text is")
         if self.template is not None:
             template_columns(self.template)
+        own = {"length", "seed"} & self.model_fields_set
+        if own and self.source not in GENERATED:
+            raise ValueError(f"{' and '.join(sorted(own))} cannot be chosen for {self.source!r}, which is not a generated task")
         if self.answers is not None and (self.messages or self.chat_template):
             raise ValueError("answers are cut off texts: give a column or template, and chat: true within answers")
         if self.answers is not None and self.answer is None and (given or not self.built_in):

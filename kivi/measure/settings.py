@@ -34,7 +34,7 @@ class GenerationSettings(Settings):
 class AnswerSettings(Settings):
     """Questions with right answers, continued greedily with both caches."""
 
-    scorer: ScorerName = Field(description="planted_fact, exact_answer or text_agreement: what makes an answer right")
+    scorer: ScorerName = Field(description="what makes an answer right")
     questions: int = Field(20, ge=1, le=100_000, description="questions asked, from the first after the examples")
     tokens: int = Field(32, ge=1, le=4096, description="most tokens of an answer")
     shots: int = Field(0, ge=0, le=64, description="rows, from the first, that are shown as examples before each question")

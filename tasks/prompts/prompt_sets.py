@@ -12,15 +12,23 @@ from pydantic import JsonValue
 
 from kivi.measure import MeasureError
 from kivi.measure.answers.questions import Question
-from tasks.config import Config, PromptSetConfig, template_columns
+from tasks.config import GENERATED, Config, PromptSetConfig, template_columns
 from tasks.prompts.sources import PromptSetError, open_source
 
 __all__ = ["PromptSet", "PromptSetError", "load_prompt_set"]
 
 # What makes a text of a row of the built-in sets, and the columns that scorers need beside it.
-TEMPLATES = {"humaneval": "{prompt}{canonical_solution}", "retrieval": "{context}\n\nQuestion: {question}\nAnswer: {answer}"}
-KEPT = {"humaneval": ("task_id",), "retrieval": ("id", "question", "answer", "depth", "tokens")}
-ANSWERS = {"humaneval": "canonical_solution", "retrieval": "answer"}
+TEMPLATES = {
+    "humaneval": "{prompt}{canonical_solution}",
+    "retrieval": "{context}\n\nQuestion: {question}\nAnswer: {answer}",
+    **dict.fromkeys(GENERATED, "{text}"),
+}
+KEPT = {
+    "humaneval": ("task_id",),
+    "retrieval": ("id", "question", "answer", "depth", "tokens"),
+    **dict.fromkeys(GENERATED, ("id", "answer", "depth", "tokens")),
+}
+ANSWERS = {"humaneval": "canonical_solution", "retrieval": "answer", **dict.fromkeys(GENERATED, "answer")}
 
 
 class PromptSet(Config):

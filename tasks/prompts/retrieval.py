@@ -63,7 +63,7 @@ def _row(
     sentences: list[str] = []
     room = length - count_tokens(LAYOUT.format(context=fact, question=question, answer=code))
     while room > 0:
-        sentences.append(_sentence(chance))
+        sentences.append(sentence(chance))
         room -= count_tokens(" " + sentences[-1])
     while True:  # counted apart, sentences have about as many tokens as together: take away what is too much
         sentences.pop()
@@ -83,7 +83,8 @@ def _row(
     }
 
 
-def _sentence(chance: random.Random) -> str:
+def sentence(chance: random.Random) -> str:
+    """Return one sentence about the town, drawn."""
     person, person2 = chance.sample(WORDS["people"], 2)
     goods, goods2 = chance.sample(WORDS["goods"], 2)
     words = {"person": person, "person2": person2, "goods": goods, "goods2": goods2}

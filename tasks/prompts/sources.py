@@ -22,7 +22,8 @@ import datasets
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from datasets.packaged_modules.cache.cache import Cache
 
-from tasks.config import PromptSetConfig
+from tasks.config import GENERATED, PromptSetConfig
+from tasks.prompts import synthetic
 
 READERS = {".json": "json", ".jsonl": "json", ".json.gz": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -75,7 +76,7 @@ def open_source(config: PromptSetConfig) -> Source:
 
 
 def _opener(config: PromptSetConfig) -> Callable[[PromptSetConfig], Opened]:
-    built_in = {"humaneval": _humaneval, "retrieval": _retrieval}
+    built_in = {"humaneval": _humaneval, "retrieval": _retrieval, **dict.fromkeys(GENERATED, _generated)}
     return built_in.get(config.source) or (_local if _is_local(config.source) else _hub)
 
 
@@ -96,13 +97,27 @@ def _retrieval(config: PromptSetConfig) -> Opened:
     return _built_in(config, DATA / "retrieval.jsonl", f"kivi-mlx {importlib.metadata.version('kivi-mlx')}")
 
 
+def _generated(config: PromptSetConfig) -> Opened:
+    """A task of :mod:`tasks.prompts.synthetic`."""
+    _require_own_revision(config, synthetic.revision())
+    try:
+        rows = list(synthetic.make_rows(config.source, config.length, config.seed, config.limit or synthetic.ROWS))
+    except synthetic.LengthError as error:
+        raise PromptSetError(f"{_named(config)}: {error}") from None
+    return Opened(datasets.Dataset.from_list(rows), synthetic.revision())
+
+
 def _built_in(config: PromptSetConfig, file: Any, revision: str) -> Opened:
+    _require_own_revision(config, revision)
+    with importlib.resources.as_file(file) as path:
+        return Opened(_read(config, "json", data_files=_literal(path)), revision)
+
+
+def _require_own_revision(config: PromptSetConfig, revision: str) -> None:
     if config.revision not in (None, revision):
         raise PromptSetError(f"{_named(config)}: revision={config.revision!r}: what is installed is {revision!r}; leave it out")
     if config.config is not None:
         raise PromptSetError(f"{_named(config)}: config={config.config!r}: a built-in set has none; leave it out")
-    with importlib.resources.as_file(file) as path:
-        return Opened(_read(config, "json", data_files=_literal(path)), revision)
 
 
 def _is_local(source: str) -> bool:

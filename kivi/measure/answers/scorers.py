@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from statistics import fmean
 from typing import Literal, NamedTuple
 
-ScorerName = Literal["planted_fact", "exact_answer", "text_agreement"]
+ScorerName = Literal["planted_fact", "planted_facts", "exact_answer", "json_values", "text_agreement"]
 
 MARK = "####"  # before the answer in GSM8K (arXiv:2110.14168)
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -36,6 +38,21 @@ def score_fact(answer: str, text: str) -> float:
     return float(re.search(whole, text, re.IGNORECASE) is not None)
 
 
+def score_facts(answer: str, text: str) -> float:
+    """Return the share of the parts of ``answer``, which ``", "`` joins, that are in ``text`` (RULER's string_match_all)."""
+    return fmean(score_fact(part, text) for part in answer.split(", "))
+
+
+def score_json(answer: str, text: str) -> float:
+    """Return 1 when the first object of JSON in ``text`` has the values of the one in ``answer``, else 0."""
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
+    except (ValueError, RecursionError):
+        return 0.0
+    expected = json.loads(answer)
+    return float(json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True))  # 1 is neither true nor 1.0
+
+
 def score_number(answer: str, text: str) -> float:
     """Return 1 when the numbers of ``answer`` and ``text`` are equal (1,000.0 is 1000), else 0; without a number it is 0."""
     expected = _number(answer)
@@ -61,6 +78,8 @@ def _number(text: str) -> Decimal | None:
 
 SCORERS: dict[ScorerName, Scorer] = {
     "planted_fact": Scorer(score_fact, ("\n",)),
+    "planted_facts": Scorer(score_facts, ("\n",)),
+    "json_values": Scorer(score_json, ("\n",)),
     "exact_answer": Scorer(score_number, ("\nQuestion:", "\nQ:")),  # where a model goes on with a question of its own
     # HumanEval's stops (arXiv:2107.03374, section 2.1): the function is over
     "text_agreement": Scorer(score_agreement, ("\nclass", "\ndef", "\n#", "\nif", "\nprint")),
