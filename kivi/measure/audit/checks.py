@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from kivi import machine
 from kivi.backends import resolve
 from kivi.measure import MeasureError
-from kivi.measure.audit import byte_accounting, decode_length, history, overflow, parity
+from kivi.measure.audit import byte_accounting, decode_length, history, overflow, parity, reuse
 from kivi.measure.audit.report import AuditReport, AuditSettings, Check, Notes, audit_passed
 from kivi.measure.audit.subject import Subject, subject_of
 from kivi.measure.monitor import DeadlineError, Monitor
@@ -36,6 +36,9 @@ CHECKS: Mapping[str, tuple[str, CheckFunction]] = {
     "trim": ("Is it right after a trim, and when it grows again?", history.check_trim),
     "save": ("Does it survive saving and loading?", history.check_save),
     "batch": ("Is a row of a batch what the sequence alone would be?", history.check_batch),
+    "prefix": ("Is a prompt that uses a prefix again what a cold run gives?", reuse.check_prefix),
+    "turns": ("Does a chat that keeps its cache hold what the whole text gives?", reuse.check_turns),
+    "cancel": ("Is what follows a stop, a dropped row or a rejected draft as if it had not been?", reuse.check_cancel),
     "overflow": (
         "Does it restore or refuse numbers that its scales and zeros may not hold?",
         overflow.check_overflow,

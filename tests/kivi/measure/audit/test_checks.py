@@ -39,7 +39,7 @@ HONEST = (
 def test_an_honest_cache_passes_every_check(text):
     report = audit_spec(CacheSpec.parse(text), SETTINGS)
     assert report.findings("error") == []
-    assert report.passed and report.headline.startswith("passed: 11 checks")
+    assert report.passed and report.headline.startswith("passed: 14 checks")
     assert [check.name for check in report.checks if check.outcome == "not run"] == ["quality"]
     saves_nothing = [check for check, _ in report.findings("warning")]
     assert saves_nothing == (["growth"] if "roundtrip" in text else [])

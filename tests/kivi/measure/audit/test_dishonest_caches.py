@@ -270,3 +270,57 @@ def test_numbers_beyond_float16_that_are_answered_wrongly():
     assert found.keys() == {("overflow", f"{what} in {side}") for what in ("number", "range") for side in ("keys", "values")}
     assert all("and no call refused them" in evidence for evidence in found.values())
     assert errors(audited(LooksWhenAsked, SPEC, "overflow")).keys() == {("overflow", "raised")}
+
+
+class SharesItsCopy(KIVICache):
+    """Hands itself out for a copy, as a cache does whose arrays are written in place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharesItsCopy:
+        return self
+
+
+class StaleAfterTrim(KIVICache):
+    """Takes trimmed tokens off its count and keeps them."""
+
+    def trim(self, n: int) -> int:
+        self.offset -= n
+        return n
+
+
+class ForgetsWhatWasPending(KIVICache):
+    """Drops a token that came alone right before a longer call."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        if keys.shape[-2] > 1 and self.offset > SPEC.residual_length:
+            super().trim(1)
+        return super().update_and_fetch(keys, values)
+
+
+class KeepsTheWrongRow(KIVICache):
+    """Drops the row next to the one that was to go."""
+
+    @classmethod
+    def merge(cls, caches: list[KIVICache]) -> Any:
+        plain = [KIVICache(cache.spec) for cache in caches]
+        for one, cache in zip(plain, caches, strict=True):
+            one.update_and_fetch(*cache.keys_and_values())
+        merged = KIVICache.merge(plain)
+        whole = merged.filter
+        merged.filter = lambda rows: whole(mx.array([1, 2]) if len(rows) == 2 else rows)
+        return merged
+
+
+@pytest.mark.parametrize(
+    ("cache", "check", "name", "evidence"),
+    [
+        (SharesItsCopy, "prefix", "reused", "copied: "),
+        (StaleAfterTrim, "prefix", "reused", "trimmed back: "),
+        (StaleAfterTrim, "prefix", "reused", "from a longer prompt in the store: "),
+        (StaleAfterTrim, "cancel", "drafts", "differ from a run without drafts"),
+        (ForgetsWhatWasPending, "turns", "turns", "after turn 2, "),
+        (ForgetsWhatWasPending, "cancel", "stopped", "differ from a run that was not stopped"),
+        (KeepsTheWrongRow, "cancel", "dropped", "row 0: "),
+    ],
+)
+def test_what_a_user_comes_back_to_is_not_what_was_left(cache: Any, check: str, name: str, evidence: str) -> None:
+    assert evidence in errors(audited(cache, SPEC, check))[check, name]
