@@ -3,8 +3,8 @@
     python tests/bench/task_damage.py --out tests/bench/results/task_damage_x86.json
 
 Every task of ``flows/configs/tasks.yaml``, on the embedded model. Rows have ``task``, ``spec``, ``accuracy``,
-``accuracy_full``, ``logprob_difference`` with its interval over questions, and ``logprob_worst``. Both caches are asked the same
-questions.
+``accuracy_full``, ``logprob_difference`` with its interval over questions, and ``logprob_worst``. Both caches are asked the
+same questions.
 """
 
 from __future__ import annotations
