@@ -60,8 +60,10 @@ class PromptSetConfig(Config):
     template: str | None = Field(None, min_length=1, description="text from several columns, e.g. {question}\\n{answer}")
     messages: str | None = Field(None, min_length=1, description="column of chat messages: a list of role and content")
     limit: int | None = Field(None, ge=1, description="rows to take, from the first")
-    length: int = Field(2048, ge=64, le=1_048_576, description="tokens of each text of a generated task, at most")
-    seed: int = Field(0, ge=0, description="seed of a generated task")
+    length: int | None = Field(
+        None, ge=64, le=1_048_576, description="tokens of each text of a generated task, at most; 2,048 by default"
+    )
+    seed: int | None = Field(None, ge=0, description="seed of a generated task; 0 by default")
     chat_template: bool = Field(False, description="wrap each text in the model's chat template")
     score: ScoreSettings | None = Field(None, description="what is scored on this set, where it differs from the night's")
     answer: str | None = Field(None, min_length=1, description="column that holds the right answer, which each text ends with")
@@ -86,9 +88,9 @@ class PromptSetConfig(Config):
             raise ValueError(f"source={self.source!r} needs column, template or messages, to say what a row's text is")
         if self.template is not None:
             template_columns(self.template)
-        own = {"length", "seed"} & self.model_fields_set
+        own = [name for name in ("length", "seed") if getattr(self, name) is not None]
         if own and self.source not in GENERATED:
-            raise ValueError(f"{' and '.join(sorted(own))} cannot be chosen for {self.source!r}, which is not a generated task")
+            raise ValueError(f"{' and '.join(own)} cannot be chosen for {self.source!r}, which is not a generated task")
         if self.answers is not None and (self.messages or self.chat_template):
             raise ValueError("answers are cut off texts: give a column or template, and chat: true within answers")
         if self.answers is not None and self.answer is None and (given or not self.built_in):

@@ -101,7 +101,8 @@ def _generated(config: PromptSetConfig) -> Opened:
     """A task of :mod:`tasks.prompts.synthetic`."""
     _require_own_revision(config, synthetic.revision())
     try:
-        rows = list(synthetic.make_rows(config.source, config.length, config.seed, config.limit or synthetic.ROWS))
+        length, count = config.length or synthetic.LENGTH, config.limit or synthetic.ROWS
+        rows = list(synthetic.make_rows(config.source, length, config.seed or 0, count))
     except synthetic.LengthError as error:
         raise PromptSetError(f"{_named(config)}: {error}") from None
     return Opened(datasets.Dataset.from_list(rows), synthetic.revision())

@@ -20,6 +20,7 @@ from tasks.prompts.ruler import RULER
 from tasks.prompts.task import Draft, Task
 
 VERSION = 1  # raise it when a task changes
+LENGTH = 2048  # of a set for which none is chosen
 ROWS = 100  # of a set without a limit
 TASKS: dict[str, Task] = {**RULER, "schema": schema, "copying": copying, "arithmetic": arithmetic}
 
