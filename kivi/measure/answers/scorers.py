@@ -44,12 +44,14 @@ def score_facts(answer: str, text: str) -> float:
 
 
 def score_json(answer: str, text: str) -> float:
-    """Return 1 when the first object of JSON in ``text`` has the values of the one in ``answer``, else 0."""
+    """Return 1 when ``text`` is ``answer``, or its first object of JSON has the fields, values and types of it, else 0."""
+    if text.strip() == answer.strip():
+        return 1.0
     try:
         found, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
+        expected = json.loads(answer)
     except (ValueError, RecursionError):
         return 0.0
-    expected = json.loads(answer)
     return float(json.dumps(found, sort_keys=True) == json.dumps(expected, sort_keys=True))  # 1 is neither true nor 1.0
 
 
