@@ -8,7 +8,7 @@ Weights and cache are exact (:mod:`kivi.models.skeleton`, :mod:`kivi.footprint`)
     activations  tokens of the call * (outputs of the layer's projections + 5 * hidden + 6 * query heads * head dim)
 
 each times sequences and bytes of a number. The factors 5 and 6 count norms, residuals, rope and transposes that MLX, which
-starts operations ahead of those that run, has allocated at once; they were fitted to its peaks on a CPU, for llamas of four
+starts operations ahead of those that run, has allocated at once; they were fitted to its peaks on a CPU, for llamas of several
 widths. Attention is fused on a GPU for head dims of 64, 80 and 128, mlx-lm's quantised cache excepted.
 """
 
