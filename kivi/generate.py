@@ -1,0 +1,14 @@
+"""``kivi.generate``: mlx-lm's ``mlx_lm.generate`` with ``--cache SPEC`` (:mod:`kivi.commands`)."""
+
+from __future__ import annotations
+
+from kivi.commands import run
+
+
+def main() -> None:
+    """Run the command on this process's arguments."""
+    run("generate")
+
+
+if __name__ == "__main__":
+    main()
