@@ -1,8 +1,9 @@
 """mlx-lm's commands, with ``--cache SPEC`` beside their own options.
 
-``mlx_lm.generate``, ``mlx_lm.chat`` and ``mlx_lm.server`` make their caches by ``make_prompt_cache(model)``, which asks the
-model's ``make_cache``. So their mains run as they are, on two names of their module that are bound anew in this process:
-``load`` returns a model on which :func:`kivi.install` was called, and ``argparse`` gives their parser one more option.
+``mlx_lm.generate``, ``chat``, ``server`` and ``cache_prompt`` make their caches by ``make_prompt_cache(model)``, which asks the
+model's ``make_cache``. So their mains run as they are, on names of their module that are bound anew in this process: ``load``
+returns a model on which :func:`kivi.install` was called, ``argparse`` gives their parser one more option, and
+``load_prompt_cache`` takes a file of the same cache only.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +21,13 @@ import mlx.core as mx
 
 from kivi.attention import AttentionError
 from kivi.build import install, make_prompt_cache
+from kivi.cache.single import KIVICache
 from kivi.models import embedded
 from kivi.models.loading import EMBEDDED, ModelError, in_dtype
 from kivi.models.skeleton import build_skeleton
 from kivi.spec import CacheSpec, SpecError
 
-Command = Literal["generate", "chat", "server"]
+Command = Literal["generate", "chat", "server", "cache_prompt"]
 LOADERS = ("load", "sharded_load")
 FILES = (".yaml", ".yml", ".json")
 HELP = (
@@ -43,7 +46,11 @@ def run(command: Command) -> None:
     module = importlib.import_module(f"mlx_lm.{command}")
     parser = functools.partial(_Parser, prog=f"kivi.{command}", module=module)
     module.argparse = types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": parser})  # type: ignore[attr-defined]
-    module.main()
+    try:
+        module.main()
+    except (AttentionError, ModelError, SpecError) as error:
+        sys.stderr.write(f"kivi.{command}: error: {error}\n")
+        sys.exit(2)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,16 +63,18 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, *args: Any, **options: Any) -> Any:
         parsed = super().parse_args(*args, **options)
-        try:
-            spec = None if parsed.cache is None else _read_spec(parsed.cache)
-            if spec is not None:
-                _check(parsed, spec)
-        except (AttentionError, ModelError, SpecError) as error:
-            self.exit(2, f"{self.prog}: error: {error}\n")
-        for name in LOADERS:
-            if hasattr(self._module, name):
-                setattr(self._module, name, _loading(getattr(self._module, name), spec))
+        spec = None if parsed.cache is None else _read_spec(parsed.cache)
+        if spec is not None:
+            _check(parsed, spec)
+        self._wrap(LOADERS, _loading, spec)
+        if spec is not None:
+            self._wrap(("load_prompt_cache",), _loading_cache, spec)
         return parsed
+
+    def _wrap(self, names: Iterable[str], wrap: Callable[..., Any], spec: CacheSpec | None) -> None:
+        for name in names:
+            if hasattr(self._module, name):
+                setattr(self._module, name, wrap(getattr(self._module, name), spec))
 
 
 def _check(parsed: argparse.Namespace, spec: CacheSpec) -> None:
@@ -96,6 +105,23 @@ def _loading(load: Callable[..., Any], spec: CacheSpec | None) -> Callable[..., 
             is_draft = "tokenizer_config" not in options and not args  # mlx-lm gives a draft's path alone
             install(model, _without_layers(spec) if is_draft else spec)
         return model, *others
+
+    return loading
+
+
+def _loading_cache(load: Callable[..., Any], spec: CacheSpec) -> Callable[..., Any]:
+    """Return mlx-lm's ``load_prompt_cache``, which refuses a file of another cache than that of ``spec``."""
+
+    @functools.wraps(load)
+    def loading(path: str, *args: Any, **options: Any) -> Any:
+        caches, metadata = load(path, *args, **options)
+        packed = {index: cache.spec for index, cache in enumerate(caches) if isinstance(cache, KIVICache)}
+        if not packed and spec.kind == "kivi":
+            raise SpecError(f"{path}: holds {type(caches[0]).__name__}, no packed cache; leave --cache out")
+        for index, held in packed.items():
+            if held != spec.for_layer(index, len(caches)):
+                raise SpecError(f"{path}: layer {index} holds {held.slug}, not {spec.slug}; give --cache what it was made with")
+        return caches, metadata
 
     return loading
 

@@ -1,4 +1,4 @@
-"""``kivi.generate``, ``kivi.chat`` and ``kivi.server`` as processes, on a tiny model."""
+"""``kivi.generate``, ``kivi.chat``, ``kivi.server`` and ``kivi.cache_prompt`` as processes, on a tiny model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate, generate_step
 from mlx_lm.utils import load
 
 from kivi import CacheSpec, make_prompt_cache
+from kivi.models import load_model as load_by_name
 
 COARSE = "kivi:bits=2,residual=0,backend=mlx"
 FINE = "kivi:bits=8,residual=32,backend=mlx"
@@ -46,9 +48,11 @@ def expected(model_folder: Path) -> Answer:
     """Return what the tiny model answers with a cache, in this process."""
     model, tokenizer = load(str(model_folder))
 
-    def answer(tokens: list[int], spec: str, count: int = TOKENS) -> str:
+    def answer(tokens: list[int], spec: str, before: list[int] | None = None) -> str:
         cache = make_prompt_cache(model, CacheSpec.parse(spec))
-        steps = generate_step(mx.array(tokens), model, max_tokens=count, prompt_cache=cache)
+        if before:
+            list(generate_step(mx.array(before), model, max_tokens=0, prompt_cache=cache))
+        steps = generate_step(mx.array(tokens), model, max_tokens=TOKENS, prompt_cache=cache)
         return str(tokenizer.decode([token for token, _ in steps])).strip()
 
     return answer
@@ -64,6 +68,28 @@ def test_generate_prints_what_the_cache_gives(model_folder: Path, expected: Answ
         done = run("generate", model_folder, *options, *(("--cache", cache) if cache else ()))
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == texts[spec]
+
+
+def test_a_prompt_is_cached_in_a_file_and_continued_from_it(model_folder: Path, expected: Answer, tmp_path: Path) -> None:
+    file = str(tmp_path / "prompt.safetensors")
+    done = run("cache_prompt", model_folder, "--cache", COARSE, "--prompt", words(PREFIX), "--prompt-cache-file", file)
+    assert done.returncode == 0, done.stderr
+    options = ("--prompt-cache-file", file, "--prompt", words([1, 2, 3, 4]), "--max-tokens", str(TOKENS), "--verbose", "F")
+    done = run("generate", model_folder, "--cache", COARSE, *options)
+    assert (done.returncode, done.stdout.strip()) == (0, expected([1, 2, 3, 4], COARSE, PREFIX)), done.stderr
+    done = run("generate", model_folder, "--cache", FINE, *options)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"kivi.generate: error: {file}: layer 0 holds kivi-k2v2-g32-r0-mlx, not kivi-k8v8-g32-r32-mlx; "
+        "give --cache what it was made with\n"
+    )
+    full = run("cache_prompt", model_folder, "--prompt", words(PREFIX), "--prompt-cache-file", file)
+    assert full.returncode == 0, full.stderr
+    done = run("generate", model_folder, "--cache", FINE, *options)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"kivi.generate: error: {file}: holds KVCache, no packed cache; leave --cache out\n",
+    )
 
 
 def test_chat_answers_with_the_cache_in_every_turn_and_after_a_reset(model_folder: Path, expected: Answer) -> None:
@@ -101,7 +127,12 @@ def test_what_cannot_be_is_one_sentence(
 
 
 def test_help_shows_the_option_beside_mlx_lms_own(model_folder: Path) -> None:
-    for name, own in (("generate", "--num-draft-tokens"), ("chat", "--system-prompt"), ("server", "--prompt-cache-bytes")):
+    for name, own in (
+        ("generate", "--num-draft-tokens"),
+        ("cache_prompt", "--eos-token"),
+        ("chat", "--system-prompt"),
+        ("server", "--prompt-cache-bytes"),
+    ):
         shown = run(name, model_folder, "--help").stdout
         assert shown.startswith(f"usage: kivi.{name} ") and "--cache SPEC" in shown and own in shown
 
@@ -136,17 +167,21 @@ def serve(model_folder: Path, tmp_path: Path) -> Iterator[Callable[..., str]]:
         process.wait(30)
 
 
-def stream(address: str, tokens: list[int], count: int = TOKENS) -> tuple[str, int]:
-    """Stream a completion as an OpenAI client does; return the text and how many of the prompt's tokens were in the store."""
-    body = {"prompt": words(tokens), "max_tokens": count, "temperature": 0, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    sent, header = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", sent, header)  # noqa: S310
-    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
-        chunks = [json.loads(line.removeprefix(b"data: ")) for line in response if line.startswith(b"data: {")]
+def events(address: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask for a stream as an OpenAI client does; return what came, piece by piece."""
+    sent = {**body, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    header = {"Content-Type": "application/json", "Authorization": "Bearer none"}
+    request = urllib.request.Request(f"{address}/v1/{route}", json.dumps(sent).encode(), header)  # noqa: S310
+    with urllib.request.urlopen(request, timeout=180) as response:  # noqa: S310
+        return [json.loads(line.removeprefix(b"data: ")) for line in response if line.startswith(b"data: {")]
+
+
+def stream(address: str, tokens: list[int]) -> tuple[str, int]:
+    """Stream a completion; return the text and how many of the prompt's tokens were in the store."""
+    chunks = events(address, "completions", {"prompt": words(tokens), "max_tokens": TOKENS})
     text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     usage = next(chunk["usage"] for chunk in chunks if chunk.get("usage"))
-    assert usage["completion_tokens"] == count and len(chunks) > 2
+    assert usage["completion_tokens"] == TOKENS and len(chunks) > 2
     return text.strip(), usage["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -177,3 +212,24 @@ def test_a_draft_model_gets_packed_caches_too_and_changes_no_answer(
     address = serve("--cache", spec, "--draft-model", str(draft_folder), "--prompt-cache-size", "0")
     for prompt in PROMPTS[:3]:
         assert stream(address, prompt)[0] == expected(prompt, spec)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_chats_with_several_clients(serve: Callable[..., str]) -> None:
+    loaded = load_by_name()
+    spec = "kivi:bits=8,group=64,residual=0,rotate=both"
+    system = {"role": "system", "content": "You are a helpful assistant who knows the sea and its fish. " * 6}
+    chats = [[system, {"role": "user", "content": f"Name one {what}."}] for what in ("fish", "colour", "city in France")]
+
+    def alone(messages: list[dict[str, str]]) -> str:
+        prompt = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        cache = make_prompt_cache(loaded.model, CacheSpec.parse(spec))
+        return str(generate(loaded.model, loaded.tokenizer, prompt, max_tokens=12, prompt_cache=cache))
+
+    def asked(messages: list[dict[str, str]]) -> str:
+        chunks = events(address, "chat/completions", {"model": "embedded", "messages": messages, "max_tokens": 12})
+        return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+    address = serve("--model", "embedded", "--cache", spec)
+    with ThreadPoolExecutor(len(chats)) as pool:
+        assert list(pool.map(asked, chats)) == [alone(messages) for messages in chats]
