@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import mlx.core as mx
 import yaml
@@ -36,7 +36,18 @@ GROUP_SIZES = (32, 64, 128)  # what MLX's quantised matmul takes
 MLX_QUANTIZED_FIELDS = ("key_bits", "value_bits", "group_size")
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 LONGEST_QUOTE = 80  # characters of a wrong value that a message repeats
-ROTATE_SLUGS: dict[Rotate, str] = {"none": "", "keys": "-hk", "values": "-hv", "both": "-hkv"}  # h: Hadamard
+ROTATE_SLUGS: dict[Rotate, str] = {"none": "", "keys": "hk", "values": "hv", "both": "hkv"}  # h: Hadamard
+COMPACT = (  # options of a slug, with the fields that their groups give
+    (re.compile(r"k([0-9]+)v([0-9]+)"), ("key_bits", "value_bits")),
+    (re.compile(r"g([0-9]+)"), ("group_size",)),
+    (re.compile(r"r([0-9]+)"), ("residual_length",)),
+    (re.compile(r"s([0-9]+)"), ("sink_length",)),
+)
+COMPACT_WORDS = {
+    **{slug: ("rotate", value) for value, slug in ROTATE_SLUGS.items() if slug},
+    "p32": ("param_dtype", "float32"),
+    **{name: ("backend", name) for name in get_args(BackendName)},
+}
 SHORT_NAMES = {
     "bits": ("key_bits", "value_bits"),
     "group": ("group_size",),
@@ -223,22 +234,39 @@ class CacheSpec(BaseModel):
         name = f"{self.kind}-k{self.key_bits}v{self.value_bits}-g{self.group_size}"
         if self.kind == "mlx-quantized":
             return name
-        name += f"-r{self.residual_length}"
-        if self.sink_length:
-            name += f"-s{self.sink_length}"
-        name += ROTATE_SLUGS[self.rotate]
-        if self.param_dtype != "float16":
-            name += "-p32"
+        return "-".join([name, f"r{self.residual_length}", *self._further(), self.backend])
+
+    @property
+    def text(self) -> str:
+        """The shortest text that :meth:`parse` reads this spec from, e.g. ``kivi:k4v3,g64,s64,hkv``; defaults are left out.
+
+        Settings by layer have no short form: their digest stands for them, which :meth:`parse` refuses.
+        """
+        if self.kind == "full":
+            return "full"
+        plain = CacheSpec(kind=self.kind)
+        options = [f"k{self.key_bits}v{self.value_bits}"]
+        options += [f"g{self.group_size}"] if self.group_size != plain.group_size else []
+        options += [f"r{self.residual_length}"] if self.residual_length != plain.residual_length else []
+        options += [*self._further(), *([self.backend] if self.backend != plain.backend else [])]
+        return f"{self.kind}:{','.join(options)}"
+
+    def _further(self) -> list[str]:
+        """Return the options that most specs leave at their defaults, as a slug has them."""
+        options = [f"s{self.sink_length}"] if self.sink_length else []
+        options += [ROTATE_SLUGS[self.rotate]] if self.rotate != "none" else []
+        options += ["p32"] if self.param_dtype != "float16" else []
         if self.layers:
             layers = {index: layer.model_dump(exclude_none=True) for index, layer in sorted(self.layers.items())}
-            name += "-L" + hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()[:6]
-        return f"{name}-{self.backend}"
+            options += ["L" + hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()[:6]]
+        return options
 
     @classmethod
     def parse(cls, text: str) -> CacheSpec:
         """Read ``KIND[:key=value,...][@FILE]``, e.g. ``kivi:key_bits=4,value_bits=2,group=32,residual=128,backend=mlx``.
 
-        Short names: bits (both), group, residual, sinks, params. ``bits=8,value_bits=2`` sets one of both anew; an option that
+        Short names: bits (both), group, residual, sinks, params; shorter still, as :attr:`text` has them: k4v3, g64, r32, s64,
+        hkv. A :attr:`slug` is read, too. ``bits=8,value_bits=2`` sets one of both anew; an option that
         is given again, or that would undo one before it, is refused. FILE is YAML as a matrix takes it, or JSON: the fields of
         a spec, so also settings by layer, which have no short form. What the text says itself goes before what FILE says;
         ``@FILE`` alone is what FILE says.
@@ -247,21 +275,26 @@ class CacheSpec(BaseModel):
             SpecError: the text names no cache; one sentence says why.
         """
         own, at, path = text.partition("@")
-        kind, _, options = own.partition(":")
+        kind, _, options = _from_slug(own).partition(":")
         fields = _read_file(Path(path)) if at else {}
         if kind or not at:
             fields["kind"] = kind
         given = {"kind"}
         for option in filter(None, options.split(",")):
-            name, equals, value = option.partition("=")
-            if not equals:
-                raise SpecError(f"{option!r} in {text!r}: expected key=value")
-            name = name.strip()
-            names = SHORT_NAMES.get(name, (name,))
-            if not given.isdisjoint({name, *names}):
+            if compact := _read_compact(option.strip()):
+                names, values = {*compact}, compact
+                names |= {"bits"} if "key_bits" in compact else set()
+            else:
+                name, equals, value = option.partition("=")
+                if not equals:
+                    raise SpecError(f"{option!r} in {text!r}: expected key=value")
+                long = SHORT_NAMES.get(name.strip(), (name.strip(),))
+                names = {name.strip()} if len(long) > 1 else {name.strip(), *long}
+                values = dict.fromkeys(long, _read_value(value.strip()))
+            if not given.isdisjoint({*names, *values}):
                 raise SpecError(f"{option!r} in {text!r}: this was given before; give each option once")
-            given |= {name} if len(names) > 1 else {name, *names}
-            fields |= dict.fromkeys(names, _read_value(value.strip()))
+            given |= names
+            fields |= values
         return cls.checked(fields)
 
     @classmethod
@@ -318,6 +351,27 @@ def _read_file(path: Path) -> dict[str, Any]:
         return read_fields(path, expected="the fields of a cache spec")
     except FieldsError as error:
         raise SpecError(str(error)) from None
+
+
+def _from_slug(text: str) -> str:
+    """Return a slug as a spec with compact options, and every other text as it is."""
+    kinds = [kind for kind in get_args(Kind) if text.startswith(f"{kind}-k")]
+    if not kinds:
+        return text
+    if digest := re.search(r"-L[0-9a-f]{6}\b", text):
+        raise SpecError(f"{digest.group()[1:]!r} in {text!r}: settings by layer are read from a file, as SPEC@FILE")
+    return f"{kinds[0]}:{text.removeprefix(kinds[0] + '-').replace('-', ',')}"
+
+
+def _read_compact(option: str) -> dict[str, int | str]:
+    """Return the fields that an option such as ``k4v3`` gives; none where it is no compact one."""
+    if option in COMPACT_WORDS:
+        name, value = COMPACT_WORDS[option]
+        return {name: value}
+    for pattern, names in COMPACT:
+        if found := pattern.fullmatch(option):
+            return dict(zip(names, map(_read_value, found.groups()), strict=True))
+    return {}
 
 
 def _read_value(text: str) -> int | str:

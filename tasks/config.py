@@ -207,7 +207,7 @@ def _read_spec(value: Any) -> Any:
 Model = Annotated[ModelConfig, BeforeValidator(_read_model, json_schema_input_type=str | ModelConfig)]
 Prompts = Annotated[PromptSetConfig, BeforeValidator(_read_prompt_set, json_schema_input_type=str | PromptSetConfig)]
 # What Prefect's server can check of a spec before any code of ours sees it.
-SpecText = Annotated[str, Field(pattern=r"^(full|kivi|kivi-roundtrip|mlx-quantized)(:.*)?$")]
+SpecText = Annotated[str, Field(pattern=r"^(full|kivi|kivi-roundtrip|mlx-quantized)([:-].*)?$")]
 Spec = Annotated[CacheSpec, BeforeValidator(_read_spec, json_schema_input_type=SpecText | CacheSpec)]
 
 

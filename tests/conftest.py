@@ -186,6 +186,7 @@ def build_result(
             full_bytes=1_000_000,
             compression=1.0 if full else 1_000_000 / 300_000,
             bytes_per_token=2000.0 if full else 600.0,
+            bytes_per_token_4096=2000.0 if full else 640.0,
             peak_prefill_bytes=2_000_000,
             peak_decode_bytes=1_500_000,
             process_peak_bytes=500_000_000,

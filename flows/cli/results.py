@@ -10,21 +10,21 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from flows.cli.commands import FAILED, MLRUNS, PASSED
-from flows.cli.output import STYLES, print_json, print_line, result_console, table
+from flows.cli.output import STYLES, fits, print_json, print_line, print_link, result_console, table
 from flows.results import Checked, NightResult
 from kivi.measure.audit import AuditReport
 from kivi.measure.backends.comparison import ComparisonResult
 from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.comparison import model_table, parity_table, speed_table
-from tasks.report.table import HEADINGS, columns, rows, show_seconds
+from tasks.report.table import HEADINGS, Row, columns, rows, shared_backend, show_seconds
 from tasks.sanitize import redact
 from tasks.tracking.store import EXPERIMENT, TRACKING_URI
 
-NARROW = 100  # columns below which the table of a night keeps only what fits
-NARROW_COLUMNS = ("cache", "verdict", "compression", "kl", "tier", "flips", "on")
-TEXTS = ("cache", "on", "tier", "verdict")  # columns of a night that hold no numbers
+LESS_NEEDED = ("interval", "bytes_32768", "perplexity", "speed", "smaller", "answers", "decode")  # first what goes first
+TEXTS = ("cache", "tier", "gate")  # columns of a night that hold no numbers
 
 
 def finish(result: NightResult | Checked, tracking_dir: Path, as_json: bool) -> NoReturn:
@@ -45,20 +45,28 @@ def show(console: Console, result: NightResult | Checked, tracking_dir: Path) ->
     else:
         _show_audit(console, result, result.result)
     for name, where in where_to_look(result, tracking_dir).items():
-        print_line(console, f"{name:8}{where}")
+        if where.startswith("http"):
+            print_link(console, name, f"{name} in MLflow", where)
+        else:
+            print_line(console, f"{name:8}{where}")
 
 
 def _show_night(console: Console, result: NightResult) -> None:
-    """Print a row a cell, and what was skipped; the column of model and prompts is the title's where all have the same."""
+    """Print a table for each model and prompt set, with the columns that fit, and what was skipped."""
     night, verdict = result.night, result.verdict
     lines = rows(night, verdict)
-    names = [name for name in columns(lines) if console.width >= NARROW or name in NARROW_COLUMNS]
-    on = {line.on for line in lines}
-    title = night.title + (f": {on.pop()}" if len(on) == 1 else "")
-    headings = {name: getattr(HEADINGS, name) for name in names}
-    numbers = [heading for name, heading in headings.items() if name not in TEXTS]
-    console.print()
-    console.print(table(title, list(headings.values()), ([getattr(line, name) for name in names] for line in lines), numbers))
+    names = [name for name in columns(lines) if name != "on"]
+    backend = shared_backend(outcome.cell.spec for outcome in night.outcomes)
+    for on in dict.fromkeys(line.on for line in lines):
+        title = f"{night.title}: {on}" + (f", backend {backend}" if backend else "")
+        shown = _night_table(title, [line for line in lines if line.on == on], names)
+        for spare in LESS_NEEDED:
+            if fits(console, shown):
+                break
+            names = [name for name in names if name != spare]
+            shown = _night_table(title, [line for line in lines if line.on == on], names)
+        console.print()
+        console.print(shown)
     for skipped in night.skipped:
         print_line(console, f"skipped {skipped.what}: {skipped.why}")
     spent = ", ".join(f"{part} {show_seconds(seconds)}" for part, seconds in night.seconds.items())
@@ -70,6 +78,13 @@ def _show_night(console: Console, result: NightResult) -> None:
         print_line(console, f"  {remark}", "dim")
 
 
+def _night_table(title: str, lines: Sequence[Row], names: Sequence[str]) -> Table:
+    headings = {name: getattr(HEADINGS, name) for name in names}
+    numbers = [text for name, text in headings.items() if name not in TEXTS]
+    texts = [[getattr(line, name) for name in names] for line in lines]
+    return table(title, list(headings.values()), texts, numbers, section=lambda row: row[0].partition(":")[0])
+
+
 def _show_comparison(console: Console, checked: Checked, result: ComparisonResult) -> None:
     """Print parity and speed of each spec, and what was not run."""
     for spec in result.specs:
@@ -79,23 +94,24 @@ def _show_comparison(console: Console, checked: Checked, result: ComparisonResul
         if spec.model is not None:
             tables[f"{spec.model.model}, {spec.model.dtype}"] = model_table(spec)
         for title, (header, *lines) in tables.items():
-            console.print(table(f"{spec.spec.slug}: {title}", header, lines))
+            console.print()
+            console.print(table(f"{spec.spec.text}: {title}", header, lines))
     for line in result.not_run:
         print_line(console, line, "yellow")
     _show_verdict(console, checked, f"took {show_seconds(result.seconds)}", result.problems)
 
 
 def _show_audit(console: Console, checked: Checked, report: AuditReport) -> None:
-    """Print a row a check, and the errors and warnings with their commands; the evidence too where one check was asked for."""
+    """Print a row a check, and the errors and warnings with their commands, and what was found in numbers."""
     lines = [(check.name, check.question, check.outcome, show_seconds(check.seconds)) for check in report.checks]
-    console.print(table(f"audit of {report.spec.slug}", ("check", "question", "outcome", "took"), lines))
+    console.print()
+    console.print(table(f"audit of {report.spec.text}", ("check", "question", "outcome", "took"), lines))
     for severity in ("warning", "error"):
         for name, found in report.findings(severity):
             print_line(console, f"{severity}: {name}, {found.name}: {found.evidence}", STYLES[severity])
             print_line(console, f"  again: {found.command}")
-    if len(report.checks) == 1:
-        for _, found in report.findings("info"):
-            print_line(console, f"{found.name}: {found.evidence}")
+    for name, found in report.findings("info"):
+        print_line(console, f"{name}, {found.name}: {found.evidence}")
     for check in report.checks:
         if check.not_run:
             print_line(console, f"{check.name}: {check.not_run}", "yellow")
@@ -119,7 +135,7 @@ def where_to_look(result: NightResult | Checked, tracking_dir: Path) -> dict[str
     pages = {"report": str(result.page)} if isinstance(result, NightResult) else {}
     pages["MLflow"] = server or f"kivi ui{chosen}"
     pages["night" if night else "run"] = f"{address}/{run_path(logged.experiment_id, logged.run_id)}"
-    if night or len(logged.child_ids) > 1:
+    if len(logged.child_ids) > 1:
         pages["compare"] = f"{address}/{compare_path(logged.experiment_id, logged.child_ids)}"
     return pages
 

@@ -4,7 +4,8 @@
   nothing, the arrays that they hold;
 - *accounted*: what the tokens need by count, the rest being spare capacity;
 - *held*: bytes of every array that can be reached from the cache, buffers counted once, whatever the cache says;
-- *growth*: of MLX's active memory since before the caches were made.
+- *growth*: of MLX's active memory since before the caches were made;
+- *counted*: what the same caches will hold after longer prompts, from counts and shapes, so that it takes no time.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from kivi.accounting import CacheBytes, sum_bytes
+from kivi.cache.single import KIVICache
 from kivi.measure.arms import held_arrays
 from kivi.measure.results import Accounting, Memory
+from kivi.quantize import padded_length
 
 KILOBYTE = 1024  # unit of ru_maxrss on Linux; macOS counts bytes
 
@@ -47,6 +50,17 @@ def packed_cache_bytes(cache: Any) -> CacheBytes:
     """Return :func:`cache_bytes`; for ``kivi-roundtrip`` what its tokens would take if they were packed."""
     estimate: CacheBytes = cache.packed_bytes() if hasattr(cache, "packed_bytes") else cache_bytes(cache)
     return estimate
+
+
+def counted_bytes_per_token(caches: Sequence[Any], tokens: int) -> float | None:
+    """Return the bytes a token, all layers, after a prompt of ``tokens`` tokens; None where a layer's cache cannot tell.
+
+    Args:
+        caches: One a layer, as they are after some tokens of one or several sequences: a layer without any never gets some.
+        tokens: Tokens of the one sequence that is counted.
+    """
+    layers = [_counted_bytes(cache, tokens) for cache in caches]
+    return None if None in layers else sum(filter(None, layers)) / tokens
 
 
 def held_bytes(holder: Any) -> int:
@@ -89,6 +103,8 @@ def memory(caches: Sequence[Any], *, tokens: int, peak_prefill: int, peak_decode
         full_bytes=total.full_precision,
         compression=total.full_precision / total.resident,
         bytes_per_token=total.resident / tokens,
+        bytes_per_token_4096=counted_bytes_per_token(caches, 4096),
+        bytes_per_token_32768=counted_bytes_per_token(caches, 32768),
         peak_prefill_bytes=peak_prefill,
         peak_decode_bytes=peak_decode,
         process_peak_bytes=process_peak(),
@@ -134,6 +150,21 @@ def full_token(caches: Sequence[Any]) -> tuple[float, float]:
     keys, values = ([getattr(cache, side) for cache in telling] for side in ("keys", "values"))
     size = sum(array.nbytes for array in keys + values)
     return sum(array.nbytes for array in keys) / size, size / sum(array.size for array in keys + values)
+
+
+def _counted_bytes(cache: Any, tokens: int) -> int | None:
+    if not isinstance(cache, KIVICache | ArraysCache | KVCache | QuantizedKVCache | RotatingKVCache):
+        return None
+    if cache.empty():
+        return 0
+    if isinstance(cache, KIVICache):
+        return cache.bytes_at(tokens)
+    if isinstance(cache, ArraysCache):
+        return held_bytes(cache) // int(cache.batch_size)  # a state that does not grow
+    first = cache.keys if isinstance(cache.keys, mx.array) else cache.keys[0]
+    held = tokens if isinstance(cache, RotatingKVCache) else padded_length(tokens, cache.step)
+    room = min(held, cache.max_size) if isinstance(cache, RotatingKVCache) else held
+    return held_bytes((cache.keys, cache.values)) // (first.shape[0] * first.shape[2]) * int(room)
 
 
 def _mlx_quantized_bytes(cache: QuantizedKVCache, resident: int) -> CacheBytes:

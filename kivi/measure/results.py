@@ -209,6 +209,12 @@ class Memory(Record):
     full_bytes: Count = metric("bytes of the same tokens in full precision", "bytes", higher_is_better=None)
     compression: PositiveFloat = metric("full precision over resident", "1", higher_is_better=True)
     bytes_per_token: PositiveFloat = metric("resident bytes a token, all layers", "bytes", higher_is_better=False)
+    bytes_per_token_4096: PositiveFloat | None = optional_metric(
+        "bytes a token, all layers, of one sequence of 4,096 tokens: counted", "bytes", higher_is_better=False
+    )
+    bytes_per_token_32768: PositiveFloat | None = optional_metric(
+        "bytes a token, all layers, of one sequence of 32,768 tokens: counted", "bytes", higher_is_better=False
+    )
     peak_prefill_bytes: Count = metric("MLX's peak during prefill", "bytes", higher_is_better=False)
     peak_decode_bytes: Count = metric("MLX's peak during decode", "bytes", higher_is_better=False)
     process_peak_bytes: Count = metric("largest resident set of the process so far", "bytes", higher_is_better=None)

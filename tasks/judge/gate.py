@@ -35,10 +35,11 @@ TIERS: tuple[Tier, Tier, Tier] = ("good", "marginal", "bad")
 
 
 class Standing(Config):
-    """The tier of a cell, and the bounds that decided it. It is shown to readers and fails nothing."""
+    """The tier of a cell, the bounds, and the figure that decided it. It is shown to readers and fails nothing."""
 
     tier: Tier
     bounds: dict[TierMetric, Bounds]
+    decided_by: TierMetric | None = Field(None, description="the first of the figures in this tier; None where all are good")
 
 
 class Check(Config):
@@ -97,7 +98,7 @@ def judge(night: Night, config: NightlyConfig, comparison: Comparison | None = N
         checks += list(_check(outcome, thresholds.limits))
         if outcome.result is not None:
             quality = outcome.result.quality
-            standings[outcome.cell.key] = Standing(tier=tier(quality, thresholds.tiers), bounds=thresholds.tiers)
+            standings[outcome.cell.key] = standing(quality, thresholds.tiers)
     checks += [_check_change(change) for change in comparison.changes if change.outcome != "not compared"]
     reasons = tuple(check.reason for check in checks if not check.passed)
     return Verdict(
@@ -109,9 +110,11 @@ def judge(night: Night, config: NightlyConfig, comparison: Comparison | None = N
     )
 
 
-def tier(quality: Quality, bounds: Mapping[TierMetric, Bounds]) -> Tier:
+def standing(quality: Quality, bounds: dict[TierMetric, Bounds]) -> Standing:
     """Return how far the quality is from the full cache's: the worst by mean KL, p99 KL and flip rate."""
-    return TIERS[max(sum(getattr(quality, name) > bound for bound in pair) for name, pair in bounds.items())]
+    levels = {name: sum(getattr(quality, name) > bound for bound in pair) for name, pair in bounds.items()}
+    name, level = max(levels.items(), key=lambda one: one[1])
+    return Standing(tier=TIERS[level], bounds=bounds, decided_by=name if level else None)
 
 
 def announce(night: Night, verdict: Verdict) -> None:

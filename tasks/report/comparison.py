@@ -12,13 +12,22 @@ from kivi.measure.backends.speed import ArmTiming, SpeedCase
 from kivi.measure.results import Timing
 from tasks.report.figures import STYLE, line_style, name_axes, new_figure, svg
 from tasks.report.provenance import provenance_section
-from tasks.report.table import NOTHING
+from tasks.report.table import NOTHING, in_one_line, show_ratio
 from tasks.sanitize import markdown
 
 Table = list[list[str]]  # the first row names the columns
-PARITY_HEADINGS = ["backend", "operation", "checks", "differing", "largest difference", "ULPs", "bound", "verdict"]
-SPEED_HEADINGS = ["operation", "tokens", "arm", "time a call", "over the baseline", "the baseline's spread"]
-MODEL_HEADINGS = ["arm", "prefill", "over full", "decode", "over full", "tokens as full", "tokens as mlx"]
+# A line break is where a terminal breaks the heading; elsewhere it is a space.
+PARITY_HEADINGS = ["backend", "operation", "checks", "numbers that\ndiffer", "largest\ndifference", "of bound", "gate"]
+SPEED_HEADINGS = ["operation", "tokens", "arm", "time a call", "speed over\nbaseline"]
+MODEL_HEADINGS = [
+    "arm",
+    "prefill,\ntokens/s",
+    "over\nfull",
+    "decode,\ntokens/s",
+    "over\nfull",
+    "tokens\nas full",
+    "tokens\nas mlx",
+]
 
 
 def headline(result: ComparisonResult) -> str:
@@ -61,9 +70,9 @@ def parity_table(spec: SpecComparison) -> Table:
                 operation,
                 f"{len(ran)} of {len(checks)}",
                 f"{differing:,} of {elements:,}",
-                f"{max((check.max_abs for check in ran), default=0.0):.3g}",
-                f"{max((check.max_ulps for check in ran), default=0):,}" if exact else NOTHING,
-                "bit for bit" if exact else f"{max((c.relative_error / c.bound for c in ran), default=0.0):.0%} of it",
+                f"{max((check.max_abs for check in ran), default=0.0):.2g}"
+                + (f", {max(check.max_ulps for check in ran):,} ULPs" if exact and differing else ""),
+                "exact" if exact else f"{max((c.relative_error / c.bound for c in ran), default=0.0):.0%}",
                 _verdict(checks, ran),
             ]
         )
@@ -85,8 +94,8 @@ def model_table(spec: SpecComparison) -> Table:
     rows = [
         [
             arm.arm,
-            *_rate(arm),
-            *(_rate(decode[arm.arm]) if arm.arm in decode else (NOTHING, NOTHING)),
+            *_rate(model.prefill, arm),
+            *(_rate(model.decode, decode[arm.arm]) if arm.arm in decode else (NOTHING, NOTHING)),
             agreed.get((arm.arm, "full"), NOTHING),
             agreed.get((arm.arm, "mlx"), NOTHING),
         ]
@@ -136,28 +145,25 @@ def _ratios(cases: Sequence[SpeedCase]) -> dict[str, list[tuple[int, Timing]]]:
 def _speed_row(case: SpeedCase, arm: ArmTiming) -> list[str]:
     row = [case.operation, f"{case.tokens:,}", arm.arm]
     if arm.seconds is None:
-        return [*row, f"failed: {arm.failed}" if arm.failed else f"not run: {arm.not_run}", NOTHING, NOTHING]
-    spread = f"{case.baseline_spread:.0%}" if arm.arm == case.baseline and case.baseline_spread is not None else NOTHING
-    return [*row, _extremes(arm, 1e3, "ms"), _ratio(arm), spread]
+        return [*row, f"failed: {arm.failed}" if arm.failed else f"not run: {arm.not_run}", NOTHING]
+    return [*row, f"{arm.seconds.median * 1e3:.3g} ms", _ratio(case, arm)]
 
 
-def _extremes(arm: ArmTiming, factor: float, unit: str) -> str:
-    seconds = arm.seconds
-    if seconds is None:
+def _ratio(case: SpeedCase, arm: ArmTiming) -> str:
+    """Return how many times as fast as the baseline an arm is, with its rounds' extremes; of the baseline its own spread."""
+    if arm.arm == case.baseline:
+        return f"baseline, spread {case.baseline_spread or 0:.0%}"
+    if arm.ratio is None:
         return NOTHING
-    return f"{seconds.median * factor:.3g} {unit} [{seconds.minimum * factor:.3g}, {seconds.maximum * factor:.3g}]"
+    return f"{show_ratio(arm.ratio, case.baseline_spread)} ({arm.ratio.minimum:.2f} to {arm.ratio.maximum:.2f})"
 
 
-def _ratio(arm: ArmTiming) -> str:
-    ratio = arm.ratio
-    return NOTHING if ratio is None else f"{ratio.median:.2f}× [{ratio.minimum:.2f}, {ratio.maximum:.2f}]"
-
-
-def _rate(arm: ArmTiming) -> tuple[str, str]:
+def _rate(case: SpeedCase, arm: ArmTiming) -> tuple[str, str]:
     if arm.seconds is None:
         return (f"failed: {arm.failed}" if arm.failed else f"not run: {arm.not_run}", NOTHING)
     speed = 1 / arm.seconds.median
-    return f"{speed:,.0f} tokens/s" if speed >= 1000 else f"{speed:.4g} tokens/s", _ratio(arm)
+    shown = f"{speed:,.0f}" if speed >= 1000 else f"{speed:.4g}"
+    return shown, NOTHING if arm.arm == case.baseline or arm.ratio is None else show_ratio(arm.ratio, case.baseline_spread)
 
 
 def _verdict(checks: Sequence[ParityCheck], ran: Sequence[ParityCheck]) -> str:
@@ -169,7 +175,7 @@ def _verdict(checks: Sequence[ParityCheck], ran: Sequence[ParityCheck]) -> str:
 def _section(title: str, table: Table) -> Iterator[str]:
     header, *rows = table
     yield from (f"### {markdown(title)}", "")
-    yield f"| {' | '.join(header)} |"
+    yield f"| {' | '.join(in_one_line(name) for name in header)} |"
     yield f"|{'---|' * len(header)}"
     for row in rows:
         yield f"| {' | '.join(markdown(cell) for cell in row)} |"

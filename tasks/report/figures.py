@@ -133,14 +133,17 @@ def legend_below(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
 
 
-def svg(figure: Figure) -> str:
-    """Return the figure as one ``<svg>`` element, without the XML prologue and without a date."""
+def svg(figure: Figure, ink: str = "currentColor") -> str:
+    """Return the figure as one ``<svg>`` element, without the XML prologue and without a date.
+
+    Text and axes are in the colour ``ink``: that of the text around it, or one of its own where a page shows it as an image.
+    """
     buffer = io.StringIO()
     figure.savefig(
         buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
     )
     text = buffer.getvalue()
-    return re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL).replace(INK, "currentColor")
+    return re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL).replace(INK, ink)
 
 
 def panel_title(result: CellResult) -> str:

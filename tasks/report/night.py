@@ -26,7 +26,7 @@ from tasks.judge.gate import Verdict
 from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.figures import depth_figure, panel_title, pareto_figure, step_figure
 from tasks.report.provenance import facts
-from tasks.report.table import ANSWERS_LEGEND, HEADINGS, LEGEND, columns, rows, show_seconds, tier_bounds
+from tasks.report.table import ANSWERS_LEGEND, LEGEND, Row, columns, heading, rows, show_seconds, tier_bounds
 from tasks.run.night import Night
 from tasks.run.result_files import StoreError
 from tasks.sanitize import markdown, visible
@@ -94,7 +94,7 @@ def build_report(
     content: dict[str, Any] = {
         "night": night,
         "verdict": verdict,
-        "headings": HEADINGS._asdict(),
+        "headings": {name: heading(name) for name in Row._fields},
         "columns": shown,
         "rows": [line._asdict() for line in lines],
         "legend": LEGEND + (ANSWERS_LEGEND if "answers" in shown else ""),
@@ -126,7 +126,9 @@ def publish_artifacts(report: Report, night: Night, verdict: Verdict, page: Path
     description = f"{visible(night.title)}: {verdict.headline}"
     create_markdown_artifact(report.markdown, key=f"{key}-report", description=description)
     create_table_artifact(
-        [dict(zip(HEADINGS, row, strict=True)) for row in rows(night, verdict)], key=f"{key}-table", description=description
+        [{heading(name): text for name, text in line._asdict().items()} for line in rows(night, verdict)],
+        key=f"{key}-table",
+        description=description,
     )
     create_link_artifact(page.resolve().as_uri(), link_text=page.name, key=f"{key}-page", description=description)
 

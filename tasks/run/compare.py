@@ -20,6 +20,7 @@ from kivi.measure.monitor import Monitor
 from tasks.config import Config, Model, ModelConfig, Spec
 from tasks.report.comparison import comparison_markdown, figures, headline, parity_table
 from tasks.report.provenance import origin_tags
+from tasks.report.table import in_one_line
 from tasks.run.cells import Reporter, holding, loaded_model
 from tasks.run.night import digest
 from tasks.tracking.runs import Entry, Logged, Point, cache_params, log_entry, shortened
@@ -74,7 +75,7 @@ def publish_comparison(result: ComparisonResult) -> None:
     rows = []
     for spec in result.specs:
         header, *lines = parity_table(spec)
-        rows += [{"spec": spec.spec.slug, **dict(zip(header, line, strict=True))} for line in lines]
+        rows += [{"spec": spec.spec.slug, **dict(zip(map(in_one_line, header), line, strict=True))} for line in lines]
     create_table_artifact(rows, key="comparison-parity", description=headline(result))
 
 

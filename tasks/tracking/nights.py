@@ -48,6 +48,7 @@ ROLLED_UP = (
     "answers.accuracy",
     "memory.compression",
     "memory.bytes_per_token",
+    "memory.bytes_per_token_4096",
     "throughput.prefill_ratio",
     "throughput.decode_ratio",
 )

@@ -37,8 +37,34 @@ def test_parse_and_slug(text, slug):
 
 
 @pytest.mark.parametrize(
+    ("long", "text"),
+    [
+        ("full", "full"),
+        ("kivi", "kivi:k2v2"),
+        ("kivi:key_bits=4,value_bits=3,group=64,sinks=64,rotate=both", "kivi:k4v3,g64,s64,hkv"),
+        ("kivi-roundtrip:bits=8,residual=0,rotate=keys,params=float32,backend=mlx", "kivi-roundtrip:k8v8,r0,hk,p32,mlx"),
+        ("mlx-quantized:bits=4,group=64", "mlx-quantized:k4v4,g64"),
+    ],
+)
+def test_the_shortest_text_and_the_slug_are_read_back(long, text):
+    spec = CacheSpec.parse(long)
+    assert spec.text == text
+    assert spec == CacheSpec.parse(text) == CacheSpec.parse(spec.slug)
+
+
+def test_settings_by_layer_are_not_read_from_a_slug():
+    slug = CacheSpec(layers={0: {"key_bits": 8}}, backend="mlx").slug
+    with pytest.raises(SpecError, match="settings by layer are read from a file, as SPEC@FILE"):
+        CacheSpec.parse(slug)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("kivi:k4v3,bits=2", "'bits=2' in 'kivi:k4v3,bits=2': this was given before"),
+        ("kivi:bits=2,k4v3", "'k4v3' in 'kivi:bits=2,k4v3': this was given before"),
+        ("kivi:k5v5", "key_bits=5: KIVI codes have 2, 3, 4 or 8 bits"),
+        ("kivi-k4v3-q7", "'q7' in 'kivi-k4v3-q7': expected key=value"),
         ("kivi:bits=0", "key_bits=0: KIVI codes have 2, 3, 4 or 8 bits"),
         ("kivi:bits=5", "key_bits=5: KIVI codes have 2, 3, 4 or 8 bits"),
         ("kivi:bits=two", "key_bits='two': KIVI codes have 2, 3, 4 or 8 bits"),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import flows
 from flows.cli.output import print_json
 from flows.cli.results import fields, show
 from flows.results import NightResult
-from tasks.config import NightlyConfig
+from tasks.config import NightlyConfig, load_config
 from tasks.judge.gate import judge
+from tasks.report.night import build_report
 from tasks.tracking.runs import Logged
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07 [bold]x[/bold] \u202eevil"
@@ -31,12 +34,29 @@ def shown(result, width, tracking_dir=Path("mlruns")):
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("width", [40, 80, 100, 160])
-def test_the_table_fits_the_terminal(make_result, make_night, width):
-    text = shown(came_to(make_night(make_result("full"), make_result())), width)
-    table = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
-    assert max(len(line) for line in table) <= width
-    assert ("resident" in text) == (width >= 100)
+MATRIX = load_config(Path(flows.__file__).parent / "configs" / "nightly.yaml").specs
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_standard_table_fits_without_breaking_a_name(make_result, make_night, width):
+    results = [make_result(spec.text, kl_mean=0.011) for spec in MATRIX]
+    text = shown(came_to(make_night(*results, "out of memory")), width)
+    assert max(len(line) for line in text.splitlines()[: 8 + len(MATRIX)]) <= width
+    for spec in MATRIX:
+        assert re.search(rf"^{re.escape(spec.text)} ", text, re.MULTILINE), text
+    assert ("perplexity" in text) == (width >= 160)
+    assert "marginal: KL" in text and "verdict" not in text
+
+
+def test_what_a_terminal_calls_a_column_is_what_other_tables_call_it(make_result, make_night):
+    night = make_night(make_result("full"), make_result())
+    lines = shown(came_to(night), 300).splitlines()
+    page = build_report(night, judge(night, NightlyConfig(specs=("full",)))).markdown
+    (header,) = (line for line in page.splitlines() if line.startswith("| cache"))
+    top, middle, bottom = (line.ljust(300) for line in lines[2:5])
+    for name in header.strip("| ").split(" | "):
+        *_, last = name.split(" ")
+        assert last in bottom, (name, top, middle, bottom)
 
 
 def test_the_verdict_its_reasons_and_where_to_look_are_printed(make_result, make_night):
@@ -64,12 +84,11 @@ def test_text_from_outside_moves_no_cursor_and_is_no_markup(make_result, make_ni
     assert "[bold]x[/bold]" in text
 
 
-def test_a_model_column_appears_when_cells_differ(make_result, make_night):
+def test_each_model_and_prompt_set_has_a_table_of_its_own(make_result, make_night):
     same = shown(came_to(make_night(make_result("full"), make_result())), 160)
     different = shown(came_to(make_night(make_result(), make_result(prompt_set="retrieval"))), 160)
-    assert "model and prompts" not in same
-    assert "embedded × humaneval" in same  # in the title
-    assert "model and prompts" in different
+    assert same.count("nightly 2026-11-29: embedded × ") == 1
+    assert "nightly 2026-11-29: embedded × humaneval" in different and "nightly 2026-11-29: embedded × retrieval" in different
 
 
 def test_json_holds_verdict_results_and_places(make_result, make_night, capsys):
@@ -80,3 +99,13 @@ def test_json_holds_verdict_results_and_places(make_result, make_night, capsys):
     assert printed["cells"][0]["result"]["quality"]["kl_mean"] == 0.0027
     assert printed["cells"][1]["error"] == "no memory"
     assert printed["look"]["MLflow"] == "kivi ui"
+
+
+def test_a_terminal_gets_links_to_click_on_and_none_to_compare_one_cell(make_result, make_night):
+    result = came_to(make_night(make_result()))
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    show(console, result, Path("mlruns"))
+    text = console.file.getvalue()
+    assert "\x1b]8;" in text and ";http://127.0.0.1:5050/#/experiments/1/runs/p\x1b\\" in text
+    one = result.model_copy(update={"logged": Logged(experiment_id="1", run_id="p", child_ids=("a",))})
+    assert "compare" not in shown(one, 80) and "compare" in shown(result, 80)

@@ -7,11 +7,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kivi.measure.results import Timing
 from tasks.config import NightlyConfig, Thresholds
-from tasks.judge.gate import judge, tier
+from tasks.judge.gate import judge, standing
 from tasks.report.figures import cell_figure, depth_figure, pareto_figure, step_figure
 from tasks.report.night import build_report
-from tasks.report.table import rows, show_bytes, show_seconds
+from tasks.report.table import columns, rows, show_ratio, show_seconds
 from tasks.run.plan import Skipped
 from tasks.run.result_files import StoreError
 
@@ -52,24 +53,70 @@ def test_every_cell_is_in_the_table_also_the_failed_one(make_result, make_night)
     night = make_night(make_result("full"), make_result(), "the kernel did not compile")
     page = Page(make_report(night).html).text
     assert page.count("failed: the kernel did not compile") == 1
-    assert [row.verdict for row in rows(night, judge(night, CONFIG))] == ["pass", "pass", "failed"]
+    assert [row.gate for row in rows(night, judge(night, CONFIG))] == ["pass", "pass", "failed"]
 
 
 def test_the_row_of_a_cell_reads_as_measured(make_result, make_night):
     night = make_night(make_result())
     (row,) = rows(night, judge(night, CONFIG))
-    assert row == (
-        "kivi-roundtrip-k4v4-g32-r128-mlx",
-        "pass",
-        "300 kB",
-        "3.33×",
-        "0.0027 [0.0024, 0.003]",
-        "marginal",
-        "2.4%",
-        "–",
-        "0.90×",
-        "embedded × humaneval",
-    )
+    assert row._asdict() == {
+        "cache": "kivi-roundtrip:k4v4",  # without the backend, which all cells share
+        "bytes_4096": "640",
+        "bytes_32768": "–",
+        "smaller": "3.12×",
+        "kl": "0.0027",
+        "interval": "0.0024 to 0.003",
+        "flips": "2.4%",
+        "perplexity": "21.5",
+        "tier": "marginal: flips",
+        "answers": "–",
+        "decode": "0.90×",
+        "speed": "4",
+        "gate": "pass",
+        "on": "embedded × humaneval",
+    }
+
+
+def test_a_result_from_before_bytes_were_counted_is_shown_without_them(make_result, make_night):
+    result = make_result()
+    old = result.model_copy(update={"memory": result.memory.model_copy(update={"bytes_per_token_4096": None})})
+    night = make_night(old)
+    (row,) = rows(night, judge(night, CONFIG))
+    assert (row.bytes_4096, row.smaller, row.kl) == ("–", "–", "0.0027")
+    assert "bytes_4096" not in columns([row])
+
+
+def test_rows_show_the_trade_by_family_from_most_bytes_to_least(make_result, make_night):
+    sizes = {"kivi:bits=2": 5.0, "mlx-quantized:bits=8": 9.0, "kivi:bits=8": 8.0, "full": 16.0, "mlx-quantized:bits=4": 6.0}
+    results = [make_result(spec) for spec in sizes]
+    weighed = [
+        result.model_copy(update={"memory": result.memory.model_copy(update={"bytes_per_token_4096": size})})
+        for result, size in zip(results, sizes.values(), strict=True)
+    ]
+    night = make_night(*weighed)
+    assert [row.cache for row in rows(night, judge(night, CONFIG))] == [
+        "full", "mlx-quantized:k8v8", "mlx-quantized:k4v4", "kivi:k8v8", "kivi:k2v2",
+    ]  # fmt: skip
+
+
+def test_what_all_rows_share_is_left_out(make_result, make_night):
+    night = make_night(make_result(), make_result("kivi-roundtrip:bits=2,backend=mlx"))
+    passed = rows(night, judge(night, CONFIG))
+    assert {"gate", "on", "answers"}.isdisjoint(columns(passed))
+    assert "gate" in columns([passed[0], passed[1]._replace(gate="fail")])
+    assert "gate" in columns([passed[0]._replace(gate="fail")])
+    several = make_night(make_result(), make_result("kivi-roundtrip:bits=2,backend=cuda"))
+    assert [row.cache for row in rows(several, judge(several, CONFIG))] == [
+        "kivi-roundtrip:k4v4,mlx", "kivi-roundtrip:k2v2,cuda",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rounds", "shown"),
+    [([0.99, 1.04, 1.06], "≈ 1"), ([0.95, 0.96, 1.01], "≈ 1"), ([1.02, 1.04, 1.06], "1.04×"), ([0.8, 0.9, 1.1], "0.90×")],
+)
+def test_a_ratio_that_says_nothing_is_about_1(rounds, shown):
+    assert show_ratio(Timing.of(rounds), 0.05) == shown
 
 
 def test_the_noise_of_floats_has_no_digits(make_result, make_night):
@@ -82,18 +129,18 @@ def test_the_noise_of_floats_has_no_digits(make_result, make_night):
 )
 def test_the_tier_is_the_worst_of_three(make_result, kl_mean, expected):
     bounds = CONFIG.thresholds_for("full").tiers
-    assert tier(make_result(kl_mean=kl_mean).quality, bounds) == expected  # its flips, 2.4 %, are marginal
-    assert tier(make_result("full").quality, bounds) == "good"
+    assert standing(make_result(kl_mean=kl_mean).quality, bounds).tier == expected  # its flips, 2.4 %, are marginal
+    assert standing(make_result("full").quality, bounds).tier == "good"
 
 
 def test_a_spec_may_have_tiers_of_its_own_and_the_report_says_which(make_result, make_night):
     own = {"kivi*": Thresholds(tiers={"flip_rate": (0.03, 0.2)}), "*-k2v2-*": Thresholds(tiers={"kl_mean": (0.1, 0.2)})}
     night = make_night(make_result(), make_result("kivi-roundtrip:bits=2,backend=mlx", kl_mean=0.09))
     plain, strict = make_report(night), make_report(night, CONFIG.model_copy(update={"thresholds": own}))
-    assert [row.tier for row in rows(night, judge(night, CONFIG))] == ["marginal", "marginal"]
+    assert [row.tier for row in rows(night, judge(night, CONFIG))] == ["marginal: flips", "marginal: KL"]
     assert [row.tier for row in rows(night, judge(night, CONFIG.model_copy(update={"thresholds": own})))] == [
         "good",
-        "marginal",
+        "marginal: KL p99",
     ]
     assert "up to: kl_mean 0.01 and 0.1; kl_p99 0.1 and 1; flip_rate 0.01 and 0.05." in Page(plain.html).text
     for text in (Page(strict.html).text, strict.markdown.replace("\\", "")):
@@ -214,9 +261,6 @@ def test_reports_that_cannot_be_written_are_one_sentence(tmp_path, make_result, 
 
 
 def test_numbers_are_shown_short():
-    assert [show_bytes(count) for count in (0, 999, 1000, 12_345, 999_600, 23_600_000, 2.5e12)] == [
-        "0 B", "999 B", "1.00 kB", "12.3 kB", "1.00 MB", "23.6 MB", "2.50 TB",
-    ]  # fmt: skip
     assert [show_seconds(seconds) for seconds in (0.04, 59.94, 59.96, 125, 3720)] == [
         "0.0 s", "59.9 s", "1 min 00 s", "2 min 05 s", "1 h 02 min",
     ]  # fmt: skip

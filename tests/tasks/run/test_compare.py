@@ -91,8 +91,9 @@ def test_the_text_has_verdict_reasons_and_every_table(measured, broken):
     text = comparison_markdown(measured)
     assert text.splitlines()[2] == "**passed: 15 parity checks hold on mlx**"
     assert "metal: not run: no Metal device" in text and "cuda: not run" in text
-    assert "| mlx | round trip of keys | 3 of 3 | 0 of 6,144 | 0 | 0 | bit for bit | pass |" in text
+    assert "| mlx | round trip of keys | 3 of 3 | 0 of 6,144 | 0 | exact | pass |" in text
     assert "| decode attention | 96 | full |" in text and "mx.quantize" in text and "75.0%" in text
+    assert "| baseline, spread " in text and "[1.00, 1.00]" not in text
     assert "tiny\\|&lt;b&gt;" in text  # what comes from outside is escaped
     wrong = comparison_markdown(broken)
     assert wrong.splitlines()[2].startswith("**failed: 1 problems") and "9 ULPs" in wrong
