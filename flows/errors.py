@@ -19,6 +19,7 @@ USAGE = frozenset(
         "tasks.config.ConfigError",
         "tasks.prompts.sources.PromptSetError",
         "tasks.run.result_files.StoreError",
+        "tasks.tune.answer.TuneError",
         "tasks.tracking.schema.TrackingError",
     }
 )

@@ -19,6 +19,9 @@ class Listener:
     def planned(self, plan: Plan) -> None:
         """The cells are known."""
 
+    def due(self, done: int, total: int, seconds: float) -> None:
+        """A tuning has so many of its measurements, and is going to take about so many seconds more."""
+
     def step(self, label: str, stage: str, done: int, total: int) -> None:
         """The running cell has done a pass."""
 

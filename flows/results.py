@@ -15,6 +15,7 @@ from tasks.judge.gate import Verdict
 from tasks.report.comparison import headline
 from tasks.run.night import Night
 from tasks.tracking.runs import Logged
+from tasks.tune.answer import Tuning
 
 PROBLEMS = 5  # sentences in a flow's message; the report has all
 
@@ -41,10 +42,11 @@ class NightResult(Config):
 
 
 class Checked(Config):
-    """An audit or a comparison, and its runs in MLflow."""
+    """An audit, a comparison or a tuning, its runs in MLflow, and the folder of what it wrote, if it did."""
 
-    result: AuditReport | ComparisonResult
+    result: AuditReport | ComparisonResult | Tuning
     logged: Logged
+    folder: Path | None = None
 
     @property
     def passed(self) -> bool:
@@ -58,6 +60,8 @@ class Checked(Config):
     def problems(self) -> list[str]:
         if isinstance(self.result, ComparisonResult):
             return self.result.problems or ["no parity check was run"]
+        if isinstance(self.result, Tuning):
+            return [f"{slug}: {why}" for slug, why in self.result.failed.items()]
         return [f"{check}, {found.name}: {found.evidence}" for check, found in self.result.findings("error")]
 
 

@@ -20,7 +20,8 @@ GENERATED = (  # prompt sets that are made from a seed
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "schema", "copying", "arithmetic"),
 )
-BUILT_IN = ("humaneval", "retrieval", *GENERATED)  # prompt sets that need no network
+WITH_ANSWERS = ("humaneval", "retrieval", *GENERATED)
+BUILT_IN = (*WITH_ANSWERS, "topics")  # prompt sets that need no network
 
 
 class ConfigError(ValueError):
@@ -50,7 +51,7 @@ class PromptSetConfig(Config):
     name: str = Field("", description="name in tables and runs; by default the last part of the source")
     source: str = Field(
         min_length=1,
-        description="humaneval, retrieval, a generated task such as niah_single_2 (docs/measurements.md has them all), "
+        description="humaneval, retrieval, topics, a generated task such as niah_single_2 (docs/measurements.md has them all), "
         "a Hugging Face id, or a local json, jsonl, gz, parquet file or folder",
     )
     config: str | None = Field(None, description="configuration (subset) of a Hugging Face id")
@@ -93,7 +94,7 @@ class PromptSetConfig(Config):
             raise ValueError(f"{' and '.join(own)} cannot be chosen for {self.source!r}, which is not a generated task")
         if self.answers is not None and (self.messages or self.chat_template):
             raise ValueError("answers are cut off texts: give a column or template, and chat: true within answers")
-        if self.answers is not None and self.answer is None and (given or not self.built_in):
+        if self.answers is not None and self.answer is None and (given or self.source not in WITH_ANSWERS):
             raise ValueError("answers are to be scored: name the column that holds the right one, with answer")
         return self
 

@@ -100,6 +100,22 @@ BREAKS = (
     Break("exit_code", "PASSED, FAILED, USAGE = 0, 1, 2", "PASSED, FAILED, USAGE = 0, 0, 2", "tests/flows"),
     Break("old_process", "process.create_time() == self.began", "True", "tests/operations/test_background.py"),
     Break("late_night", "other.auto_scheduled and", "", "tests/operations/test_missed_nights.py"),
+    # tuning
+    Break(
+        "tune_frontier",
+        "quantized_tokens(position + 1)",
+        "quantized_tokens(position)",
+        "tests/kivi/measure/test_sensitivity.py",
+    ),
+    Break(
+        "tune_budget",
+        "-np.inf], [*np.ones(len(slots)), budget]",
+        "-np.inf], [*np.ones(len(slots)), np.inf]",
+        "tests/tasks/tune",
+    ),
+    Break("tune_promise", "{name: end.high for", "{name: end.low for", "tests/tasks/tune"),
+    Break("tune_nearest", "key=lambda at: (abs(at - bits), -at)", "key=lambda at: at", "tests/tasks/tune"),
+    Break("tune_rows", "sorted(rows[used:])", "sorted(rows)", "tests/flows/test_tune.py"),
 )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.cli import baseline, checks, store
+from flows.cli import baseline, checks, store, tune
 from flows.cli.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, run_flow, sentences
 from flows.cli.fit import fit
 from flows.cli.output import print_json, print_line
@@ -29,6 +29,7 @@ app.add_typer(store.app, name="store")
 app.command()(checks.compare)
 app.command()(checks.audit)
 app.command()(fit)
+app.command()(tune.tune)
 
 Refresh = Annotated[bool, typer.Option("--refresh", help="Measure anew what was measured before.")]
 Config = Annotated[Path | None, typer.Option("--config", help="Matrix to run, a YAML file; the standard one by default.")]

@@ -20,6 +20,8 @@ from tasks.run.night import Outcome
 from tasks.run.plan import Plan
 from tasks.sanitize import visible
 
+LINES = 10  # of a tuning, where there is no bar, beside the first, which says how long it takes
+
 
 class Progress(Listener):
     """On a terminal two bars, over the cells and inside the running cell, while the context is open; else a line a cell."""
@@ -39,6 +41,7 @@ class Progress(Listener):
         self._cells = self._bars.add_task("preparing", total=None)
         self._steps = self._bars.add_task("", total=None, visible=False)
         self._done = self._total = 0
+        self._told = False
         self._context = ExitStack()
 
     def __enter__(self) -> Progress:
@@ -52,6 +55,15 @@ class Progress(Listener):
     def planned(self, plan: Plan) -> None:
         self._total = len(plan.cells)
         self._bars.update(self._cells, description="cells", total=self._total)
+
+    def due(self, done: int, total: int, seconds: float) -> None:
+        text = f"{done} of {total} measurements, about {show_seconds(round(seconds))} left"
+        self._bars.update(self._cells, description=text, completed=done, total=total)
+        lines = 0 if self._console.is_terminal else LINES
+        if (seconds and done > 1 and not self._told) or done * lines // total > self._done * lines // total:
+            self._told = self._told or seconds > 0
+            print_line(self._console, text)
+        self._done = done
 
     def step(self, label: str, stage: str, done: int, total: int) -> None:
         text = escape(visible(f"{stage}: {label}"))

@@ -20,11 +20,17 @@ from kivi.measure.backends.comparison import ComparisonResult
 from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.comparison import model_table, parity_table, speed_table
 from tasks.report.table import HEADINGS, Row, columns, rows, shared_backend, show_seconds
+from tasks.report.tuning import HEADINGS as TUNING
+from tasks.report.tuning import rows as tuning_rows
 from tasks.sanitize import redact
 from tasks.tracking.store import EXPERIMENT, TRACKING_URI
+from tasks.tune.answer import RECOMMENDED, Tuning
 
 LESS_NEEDED = ("interval", "bytes_32768", "perplexity", "speed", "smaller", "answers", "decode")  # first what goes first
 TEXTS = ("cache", "tier", "gate")  # columns of a night that hold no numbers
+TUNING_NUMBERS = ("bits", "bytes a token", "flips", "decode")
+TUNING_WIDTH = 100  # columns below which a table of a tuning leaves out:
+TUNING_WIDE = ("family", "flips", "decode")
 
 
 def finish(result: NightResult | Checked, tracking_dir: Path, as_json: bool) -> NoReturn:
@@ -42,6 +48,8 @@ def show(console: Console, result: NightResult | Checked, tracking_dir: Path) ->
         _show_night(console, result)
     elif isinstance(result.result, ComparisonResult):
         _show_comparison(console, result, result.result)
+    elif isinstance(result.result, Tuning):
+        _show_tuning(console, result, result.result)
     else:
         _show_audit(console, result, result.result)
     for name, where in where_to_look(result, tracking_dir).items():
@@ -118,6 +126,23 @@ def _show_audit(console: Console, checked: Checked, report: AuditReport) -> None
     _show_verdict(console, checked, f"took {show_seconds(report.seconds)}")
 
 
+def _show_tuning(console: Console, checked: Checked, result: Tuning) -> None:
+    """Print the Pareto front and mlx-lm's caches, a sentence for each recommended cache, and where all of it is written."""
+    lines = [line for line in tuning_rows(result) if line[-1] or line[1] == "mlx-lm"]
+    shown = [index for index, name in enumerate(TUNING) if console.width >= TUNING_WIDTH or name not in TUNING_WIDE]
+    title = f"caches for {result.model}, judged on {result.judged}"
+    cells = [[line[index] for index in shown] for line in lines]
+    console.print(table(title, [TUNING[index] for index in shown], cells, TUNING_NUMBERS))
+    print_line(console, f"{len(lines)} of {len(result.candidates)} caches shown: the front, and mlx-lm's own", "dim")
+    for slug, why in result.failed.items():
+        print_line(console, f"not judged: {slug}: {why}", "yellow")
+    _show_verdict(console, checked, f"took {show_seconds(result.seconds)}")
+    for one in result.recommendations[1:]:
+        print_line(console, f"  {one.sentence}")
+    if checked.folder is not None:
+        print_line(console, f"written {checked.folder / RECOMMENDED}")
+
+
 def _show_verdict(console: Console, result: NightResult | Checked, took: str, reasons: Sequence[str] = ()) -> None:
     if took:
         print_line(console, took)
@@ -143,7 +168,7 @@ def where_to_look(result: NightResult | Checked, tracking_dir: Path) -> dict[str
 def fields(result: NightResult | Checked, tracking_dir: Path) -> dict[str, Any]:
     """Return the result of a command for ``--json``."""
     if not isinstance(result, NightResult):
-        return {"passed": result.passed, "logged": result.logged, "result": result.result}
+        return {"passed": result.passed, "logged": result.logged, "result": result.result, "folder": result.folder}
     night, verdict = result.night, result.verdict
     cells = [
         {

@@ -21,7 +21,7 @@ __all__ = ["PromptSet", "PromptSetError", "load_prompt_set"]
 TEMPLATES = {
     "humaneval": "{prompt}{canonical_solution}",
     "retrieval": "{context}\n\nQuestion: {question}\nAnswer: {answer}",
-    **dict.fromkeys(GENERATED, "{text}"),
+    **dict.fromkeys((*GENERATED, "topics"), "{text}"),
 }
 KEPT = {
     "humaneval": ("task_id",),

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.resources
 import logging
+import platform
+import pydoc_data.topics
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -76,7 +78,7 @@ def open_source(config: PromptSetConfig) -> Source:
 
 
 def _opener(config: PromptSetConfig) -> Callable[[PromptSetConfig], Opened]:
-    built_in = {"humaneval": _humaneval, "retrieval": _retrieval, **dict.fromkeys(GENERATED, _generated)}
+    built_in = {"humaneval": _humaneval, "retrieval": _retrieval, "topics": _topics, **dict.fromkeys(GENERATED, _generated)}
     return built_in.get(config.source) or (_local if _is_local(config.source) else _hub)
 
 
@@ -95,6 +97,14 @@ def _humaneval(config: PromptSetConfig) -> Opened:
 def _retrieval(config: PromptSetConfig) -> Opened:
     """Planted facts in long texts, written by ``tasks/prompts/retrieval.py``."""
     return _built_in(config, DATA / "retrieval.jsonl", f"kivi-mlx {importlib.metadata.version('kivi-mlx')}")
+
+
+def _topics(config: PromptSetConfig) -> Opened:
+    """Python's own reference by topic, as ``help()`` shows it: plain English that every machine has."""
+    revision = f"Python {platform.python_version()}"
+    _require_own_revision(config, revision)
+    rows = [{"topic": topic, "text": text} for topic, text in sorted(pydoc_data.topics.topics.items())]
+    return Opened(datasets.Dataset.from_list(rows), revision)
 
 
 def _generated(config: PromptSetConfig) -> Opened:

@@ -54,7 +54,7 @@ def step_figure(results: Sequence[CellResult]) -> str:
     for index, result in enumerate(results):
         _curve(kl, result.generation.step_kl, result.spec.slug, index)
         _curve(cosine, result.generation.logit_cosine, result.spec.slug, index)
-    _log_scale(kl, (value for result in results for value in result.generation.step_kl))
+    log_scale(kl, (value for result in results for value in result.generation.step_kl))
     name_axes(kl, "KL from the full cache", "decode step", "nats")
     name_axes(cosine, "cosine of the logits", "decode step", "")
     legend_below(figure, kl)
@@ -69,7 +69,7 @@ def depth_figure(results: Sequence[CellResult]) -> str:
         buckets = result.quality.by_depth
         middles = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
         axes.plot(middles, [bucket.kl_mean for bucket in buckets], label=result.spec.slug, **line_style(index), markersize=4)
-    _log_scale(axes, (bucket.kl_mean for result in results for bucket in result.quality.by_depth))
+    log_scale(axes, (bucket.kl_mean for result in results for bucket in result.quality.by_depth))
     name_axes(axes, "KL from the full cache by position", "position", "nats")
     legend_below(figure, axes)
     return svg(figure)
@@ -88,7 +88,7 @@ def pareto_figure(results: Sequence[CellResult]) -> str:
             axes.vlines(point[0], interval.low, interval.high, color=style["color"], linewidth=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _log_scale(axes, (result.quality.kl_mean for result in results))
+    log_scale(axes, (result.quality.kl_mean for result in results))
     name_axes(axes, "memory against quality (down and left is better)", "resident bytes a token, all layers", "mean KL, nats")
     legend_below(figure, axes)
     return svg(figure)
@@ -109,7 +109,7 @@ def _curve(axes: Axes, values: Sequence[float], label: str, index: int) -> None:
     axes.plot(range(len(values)), values, label=label, **line_style(index), markersize=3, linewidth=1)
 
 
-def _log_scale(axes: Axes, values: Iterable[float]) -> None:
+def log_scale(axes: Axes, values: Iterable[float]) -> None:
     """Scale y logarithmically above the noise of float32, linearly below: a cache without error has KL 0."""
     largest = max(values, default=0.0)
     if largest > NOISE:

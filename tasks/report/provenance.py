@@ -7,9 +7,10 @@ from kivi.measure.backends.comparison import ComparisonResult
 from kivi.measure.results import Provenance
 from tasks.report.table import show_seconds
 from tasks.sanitize import markdown
+from tasks.tune.answer import Tuning
 
 
-def facts(made: Provenance | ComparisonResult | AuditReport) -> dict[str, str]:
+def facts(made: Provenance | ComparisonResult | AuditReport | Tuning) -> dict[str, str]:
     """Return which BLAS, packages and code made a result."""
     return {
         "BLAS": made.blas,
@@ -18,14 +19,14 @@ def facts(made: Provenance | ComparisonResult | AuditReport) -> dict[str, str]:
     }
 
 
-def provenance_section(made: ComparisonResult | AuditReport, **further: str) -> list[str]:
+def provenance_section(made: ComparisonResult | AuditReport | Tuning, **further: str) -> list[str]:
     """Return the lines of Markdown, with what else is to be said by name."""
     measured = f"{made.started:%Y-%m-%d %H:%M} UTC in {show_seconds(made.seconds)}"
     every = {"measured": measured, **further, **facts(made)}
     return ["## Provenance", "", *[f"- {name}: {markdown(value)}" for name, value in every.items()], ""]
 
 
-def origin_tags(made: Provenance | ComparisonResult | AuditReport, flow_run_id: str = "") -> dict[str, str]:
+def origin_tags(made: Provenance | ComparisonResult | AuditReport | Tuning, flow_run_id: str = "") -> dict[str, str]:
     """Return the tags that say which code a result comes from, with which packages and BLAS it ran, and in which flow run."""
     return {
         "kivi.git_sha": made.git_sha + ("-dirty" if made.git_dirty else ""),

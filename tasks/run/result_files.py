@@ -13,8 +13,10 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from kivi.files import write_whole
+from kivi.measure.candidate import Candidate
 from kivi.measure.records import Record
 from kivi.measure.results import CellResult, Throughput
+from kivi.measure.sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class ThroughputResult(Record):
     arms: dict[str, Throughput | str] = Field(description="by slug of the spec; a sentence for a cache that could not be timed")
 
 
-Result = TypeVar("Result", CellResult, ThroughputResult)
+Result = TypeVar("Result", CellResult, ThroughputResult, Sensitivity, Candidate)
 
 
 class ResultStore:
@@ -73,7 +75,7 @@ class ResultStore:
             return None
         return result
 
-    def write(self, result: CellResult | ThroughputResult) -> Path:
+    def write(self, result: CellResult | ThroughputResult | Sensitivity | Candidate) -> Path:
         """Write ``result`` under its key, whole or not at all, replacing what was there.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 import tasks.prompts.sources
+from kivi.measure.settings import AnswerSettings
 from tasks.config import PromptSetConfig
 from tasks.prompts.prompt_sets import PromptSetError, digest, load_prompt_set
 
@@ -285,3 +287,11 @@ def test_an_answer_that_is_not_the_end_of_its_text_is_refused(tmp_path: Path) ->
 def test_questions_that_cannot_be_asked_are_refused_at_once(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         PromptSetConfig.model_validate({"answers": {"scorer": "planted_fact"}, **fields})
+
+
+def test_topics_are_pythons_own_reference_and_have_no_answers():
+    topics = load_prompt_set(PromptSetConfig(source="topics"))
+    assert len(topics.rows) > 50 and topics.revision == f"Python {platform.python_version()}"
+    assert sum(map(len, topics.texts())) > 100_000
+    with pytest.raises(ValidationError, match="name the column that holds the right one"):
+        PromptSetConfig(source="topics", answers=AnswerSettings(scorer="exact_answer"))

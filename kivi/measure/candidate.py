@@ -1,0 +1,145 @@
+"""A candidate of a tuning: what one cache costs in bytes and in quality, beside others on the same positions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from kivi.build import describe_layers, make_prompt_cache
+from kivi.measure.arms import FULL, settle
+from kivi.measure.memory import cache_bytes
+from kivi.measure.monitor import Monitor
+from kivi.measure.quality import score, summarise
+from kivi.measure.records import Record, Several
+from kivi.measure.reference import ReferenceStore
+from kivi.measure.results import Quality
+from kivi.models import LoadedModel
+from kivi.spec import CacheSpec
+
+Family = Literal["uniform", "by layer", "mlx-lm"]
+
+
+class Candidate(Record):
+    """One cache of a model, judged on rows that no setting was chosen by."""
+
+    cell_key: str
+    family: Family
+    spec: CacheSpec
+    quality: Quality
+    bits: PositiveFloat
+    bytes_per_token: PositiveFloat
+    context: Several
+    seconds: NonNegativeFloat
+
+
+class LayerShape(NamedTuple):
+    """What a layer keeps of a token."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+def layer_shapes(model: LoadedModel) -> dict[int, LayerShape]:
+    """Return the shapes of the layers that have keys and values, by index; nothing is computed."""
+    caches = make_prompt_cache(model.model, FULL)
+    model.model(mx.array([[0, 0]]), cache=caches)
+    shapes = {}
+    for index, cache in enumerate(caches):
+        keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+        if isinstance(keys, mx.array) and isinstance(values, mx.array):
+            shapes[index] = LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
+    return shapes
+
+
+def quantized_layers(model: LoadedModel, spec: CacheSpec) -> tuple[int, ...]:
+    """Return the indices of the layers that ``spec`` quantises.
+
+    Raises:
+        AttentionError: no layer of the model can take it.
+        SpecError: the model's numbers a head cannot be stored as it wants.
+    """
+    caches = make_prompt_cache(model.model, spec)
+    kept = describe_layers(caches).kept
+    return tuple(index for index in range(len(caches)) if str(index) not in kept)
+
+
+def bits_a_number(spec: CacheSpec, shapes: dict[int, LayerShape], layers: Sequence[int], count: int) -> float:
+    """Return the bits of a number in codes, scales and zeros included, over ``layers`` of the model's ``count``."""
+    bits = numbers = 0.0
+    for index in layers:
+        shape, layer = shapes[index], spec.for_layer(index, count)
+        numbers += shape.numbers
+        if layer.kind == "mlx-quantized":
+            bits += shape.numbers * (layer.key_bits + 16 * shape.dtype.size / layer.group_size)
+        elif layer.kind == "full":
+            bits += shape.numbers * 8 * shape.dtype.size
+        else:
+            bits += 8 * group_bytes(layer, shape) / layer.group_size
+    return bits / numbers
+
+
+def group_bytes(spec: CacheSpec, shape: LayerShape) -> int:
+    """Return the bytes of the codes, scales and zeros of as many tokens as a group has."""
+    pairs = zip(spec.codecs, (shape.key_dim, shape.value_dim), strict=True)
+    size = spec.group_size
+    return shape.heads * sum(codec.code_bytes(size, dim) + codec.param_bytes(size, dim) for codec, dim in pairs)
+
+
+def live_bytes(model: LoadedModel, spec: CacheSpec, shapes: dict[int, LayerShape], tokens: int) -> int:
+    """Return the bytes of the live arrays of a sequence of ``tokens``, over all layers that have keys and values.
+
+    One layer's cache at a time is filled with tokens of the layer's shape, and weighed; equal layers once.
+    """
+    caches = make_prompt_cache(model.model, spec)
+    weighed: dict[Any, int] = {}
+    total = 0
+    for index, shape in shapes.items():
+        kind = type(caches[index]), str(spec.for_layer(index, len(caches))), shape
+        if kind not in weighed:
+            weighed[kind] = _weigh(caches[index], shape, tokens)
+        total += weighed[kind]
+    return total
+
+
+def judge_candidate(
+    model: LoadedModel,
+    sequences: Sequence[Sequence[int]],
+    spec: CacheSpec,
+    *,
+    start: int,
+    seed: int,
+    references: ReferenceStore,
+    monitor: Monitor,
+    **fields: Any,
+) -> Candidate:
+    """Score ``spec`` on ``sequences`` from position ``start`` on, codes dequantised; ``fields`` are the others of the result.
+
+    Raises:
+        MeasureError: as :func:`kivi.measure.quality.score`.
+        DeadlineError: the deadline has passed.
+    """
+    began = time.perf_counter()
+    scores = score(model, sequences, spec, references=references, monitor=monitor, kernels=False)
+    quality = summarise(replace(scores, first=max(start, scores.first)), seed)
+    return Candidate(spec=spec, quality=quality, seconds=time.perf_counter() - began, **fields)
+
+
+def _weigh(cache: Any, shape: LayerShape, tokens: int) -> int:
+    for count in (tokens - 1, 1):  # as after a prefill, where sliding windows have dropped what they drop
+        cache.update_and_fetch(
+            *(mx.zeros((1, shape.heads, count, dim), shape.dtype) for dim in (shape.key_dim, shape.value_dim))
+        )
+        settle([cache])
+    return cache_bytes(cache).resident

@@ -1,0 +1,1 @@
+"""Tuning: which cache for a model. Sensitivities by layer, candidates, their judgement, and the answer."""
