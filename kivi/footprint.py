@@ -6,7 +6,7 @@ Each figure follows the code that allocates: :mod:`kivi.cache.storage`, and ``ml
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -56,9 +56,9 @@ def packed_cache(spec: CacheSpec, given: KeyValues, calls: Sequence[int], batch:
         batch: Sequences of equal length.
     """
     capacity = 0
-    for offset, end in zip(accumulate(calls, initial=0), accumulate(calls), strict=False):
+    for offset, end in pairwise(accumulate(calls, initial=0)):
         # The group of a call's first token is quantised in the call, those of the others when the next call comes.
-        for tokens in (offset, offset + 1, end):
+        for tokens in (offset + 1, end):
             if (quantized := spec.quantized_tokens(tokens)) > capacity:
                 capacity = code_capacity(quantized, capacity)
     total = sum(calls)
@@ -92,9 +92,9 @@ def own_cache(cache: Any, given: KeyValues | None, calls: Sequence[int], batch: 
 
 
 def _quantized(cache: QuantizedKVCache, given: KeyValues) -> int:
-    """Return the bytes of a token of one head: codes, and a scale and a bias a group in the dtype of what came."""
-    params = 2 * (given.key_dim * given.key_dtype.size + given.value_dim * given.value_dtype.size) // int(cache.group_size)
-    return (given.key_dim + given.value_dim) * int(cache.bits) // 8 + params
+    """Return the bytes of a token of one head: codes, and a scale and a bias a group in the dtype of the keys."""
+    dims = given.key_dim + given.value_dim
+    return dims * int(cache.bits) // 8 + dims // int(cache.group_size) * 2 * given.key_dtype.size
 
 
 def _grown(calls: Sequence[int]) -> int:
