@@ -214,6 +214,18 @@ def test_a_draft_model_gets_packed_caches_too_and_changes_no_answer(
         assert stream(address, prompt)[0] == expected(prompt, spec)
 
 
+def test_a_model_that_cannot_take_the_cache_is_refused_to_who_asked_for_it(
+    serve: Callable[..., str], expected: Answer, draft_folder: Path, tmp_path: Path
+) -> None:
+    layers = tmp_path / "layers.yaml"
+    layers.write_text("layers: {2: {residual_length: 64}}")
+    address = serve("--cache", f"{FINE}@{layers}")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        events(address, "completions", {"model": str(draft_folder), "prompt": "w1", "max_tokens": 1})
+    assert json.loads(refused.value.read()) == {"error": "layers[2]: the model has 2 layers, 0 to 1"}
+    assert stream(address, PROMPTS[0])[0] == expected(PROMPTS[0], f"{FINE}@{layers}")
+
+
 @pytest.mark.slow
 def test_the_embedded_model_chats_with_several_clients(serve: Callable[..., str]) -> None:
     loaded = load_by_name()
