@@ -74,7 +74,7 @@ class Fit(BaseModel):
     batch: int = Field(description="sequences")
     device: Device
     rows: list[FitRow]
-    refused: dict[str, str] = Field(description="slugs of the caches that the model cannot take, and why")
+    refused: dict[str, str] = Field(description="texts of the specs that the model cannot take, and why")
 
 
 def fit(
@@ -113,7 +113,7 @@ def fit(
         try:
             rows.append(_row(sizes, spec, memory, tokens, batch))
         except (AttentionError, SpecError) as error:
-            refused[spec.slug] = str(error)
+            refused[spec.text] = str(error)
     return Fit(
         model=name,
         memory_bytes=memory,

@@ -74,7 +74,7 @@ def _show(console: Console, found: Fit) -> None:
     title = f"{sequences} of {found.context:,} tokens"
     rows = [
         (
-            row.spec.slug.removesuffix("-auto"),
+            row.spec.text,
             f"{row.bytes_per_token:,.0f}",
             show_bytes(row.cache_bytes),
             show_bytes(row.peak_bytes),
@@ -84,12 +84,12 @@ def _show(console: Console, found: Fit) -> None:
     ]
     console.print(table(title, HEADER, rows, numbers=HEADER[1:]))
     print_line(console, "bytes: exact, of the cache after the prompt; peak: estimated, weights included")
-    if too_large := [row.spec.slug.removesuffix("-auto") for row in found.rows if not row.fits]:
+    if too_large := [row.spec.text for row in found.rows if not row.fits]:
         print_line(console, f"does not fit: {', '.join(too_large)}")
     if found.model_context and any(row.longest_context == found.model_context for row in found.rows):
         print_line(console, f"{found.model_context:,} tokens is the model's own limit")
-    for slug, why in found.refused.items():
-        print_line(console, f"{slug.removesuffix('-auto')}: {why}")
+    for text, why in found.refused.items():
+        print_line(console, f"{text}: {why}")
 
 
 def _one_of(kind: object, name: str, text: str) -> Any:
