@@ -30,11 +30,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from kivi.attention import AttentionError
 from kivi.build import make_prompt_cache
 from kivi.cache.single import KIVICache
-from kivi.footprint import FootprintError, KeyValues, own_cache, packed_cache
+from kivi.footprint import FootprintError, KeyValues, layer_bytes, prefill_calls
 from kivi.models.skeleton import SkeletonDtype, build_skeleton
 from kivi.spec import MAX_TOKENS, CacheSpec, SpecError
 
-PREFILL_STEP = 2048  # mlx-lm's prefill_step_size
 FUSED_HEAD_DIMS = (64, 80, 128)  # MLX's full attention kernels
 HIDDEN_BUFFERS, QUERY_BUFFERS = 5, 6
 USUAL_CONTEXT = 32_768
@@ -154,7 +153,7 @@ class Sizes:
         self._own = make_prompt_cache(self._model, CacheSpec(kind="full"))
         logits: mx.array = self._model(mx.array([[0, 0]]), cache=self._own)
         self._itemsize = logits.itemsize
-        self._given = [_given(cache) for cache in self._own]
+        self._given = [KeyValues.held(cache) for cache in self._own]
         self._heads = self._number("num_attention_heads", "num_heads", "n_heads", "n_head") if any(self._given) else 0
         plain = build_skeleton(name, revision=revision).model
         self._activations = self._numbers_a_token(plain)
@@ -168,7 +167,7 @@ class Sizes:
             AttentionError, SpecError: the model cannot take the cache.
             FitError: a layer keeps a cache whose bytes cannot be told.
         """
-        return self._resident(make_prompt_cache(self._model, spec), _calls(tokens), batch)
+        return self._resident(make_prompt_cache(self._model, spec), prefill_calls(tokens), batch)
 
     def peak_bytes(self, spec: CacheSpec, tokens: int, batch: int = 1) -> int:
         """Return the estimated peak of MLX's memory while a prompt of ``tokens`` is prefilled, weights included.
@@ -194,14 +193,14 @@ class Sizes:
             alike = (_slug(cache), given) if given is not None else index  # layers are mostly alike, and counting takes time
             if alike not in known:
                 try:
-                    known[alike] = _layer_bytes(cache if given is not None else own, given, calls, batch)
+                    known[alike] = layer_bytes(cache if given is not None else own, given, calls, batch)
                 except FootprintError as error:
                     raise FitError(f"layer {index} of {self._name} keeps a cache of its own, {error}") from None
             total += known[alike]
         return total
 
     def _peak(self, caches: Sequence[Any], tokens: int, batch: int) -> int:
-        calls = _calls(tokens)
+        calls = prefill_calls(tokens)
         moments = range(max(1, len(calls) - 3), len(calls) + 1)  # the columns and the cache only grow
         return self.weight_bytes + max(
             self._resident(caches, calls[:count], batch) + self._working(caches, calls[count - 1], sum(calls[:count]), batch)
@@ -265,27 +264,10 @@ def show_bytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _calls(tokens: int) -> list[int]:
-    """Return the calls in which ``mlx_lm.generate`` feeds a prompt: the last token comes alone."""
-    whole, rest = divmod(tokens - 1, PREFILL_STEP)
-    return [*[PREFILL_STEP] * whole, *[rest] * bool(rest), 1]
-
-
-def _layer_bytes(cache: Any, given: KeyValues | None, calls: Sequence[int], batch: int) -> int:
-    if isinstance(cache, KIVICache) and given is not None:
-        return packed_cache(cache.spec, given, calls, batch)
-    return own_cache(cache, given, calls, batch)
-
-
 def _slug(cache: Any) -> tuple[Any, ...]:
     """Return what tells a cache apart from others that take in the same."""
     spec: CacheSpec | None = getattr(cache, "spec", None)
     return type(cache), spec and spec.slug, getattr(cache, "max_size", None)
-
-
-def _given(cache: Any) -> KeyValues | None:
-    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-    return KeyValues.of(keys, values) if isinstance(keys, mx.array) and isinstance(values, mx.array) else None
 
 
 def _modules(model: Module) -> list[Any]:

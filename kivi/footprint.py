@@ -13,8 +13,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from kivi.accounting import Token, packed_bytes
+from kivi.cache.single import KIVICache
 from kivi.cache.storage import code_capacity
 from kivi.spec import CacheSpec
+
+PREFILL_STEP = 2048  # mlx-lm's prefill_step_size
 
 
 class FootprintError(ValueError):
@@ -32,8 +35,19 @@ class KeyValues(NamedTuple):
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> KeyValues:
-        """Return that of arrays ``[1, H, S, D]``."""
+        """Return that of arrays ``[B, H, S, D]``."""
         return cls(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype, values.dtype)
+
+    @classmethod
+    def held(cls, cache: Any) -> KeyValues | None:
+        """Return what came to a cache; None where no keys and values did, or it cannot tell."""
+        if isinstance(cache, KIVICache):
+            return None if cache.empty() else cls.of(*cache.newest())
+        keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+        if isinstance(cache, QuantizedKVCache) and keys is not None and values is not None:
+            key_dim, value_dim = (side[0].shape[-1] * 32 // int(cache.bits) for side in (keys, values))
+            return cls(keys[0].shape[1], key_dim, value_dim, keys[1].dtype, values[1].dtype)
+        return cls.of(keys, values) if isinstance(keys, mx.array) and isinstance(values, mx.array) else None
 
     @property
     def token(self) -> Token:
@@ -46,15 +60,41 @@ class KeyValues(NamedTuple):
         return self.heads * self.token.size
 
 
-def packed_cache(spec: CacheSpec, given: KeyValues, calls: Sequence[int], batch: int) -> int:
-    """Return the resident bytes of a :class:`~kivi.cache.single.KIVICache` that was given calls of so many tokens.
+def prefill_calls(tokens: int) -> list[int]:
+    """Return the calls in which ``mlx_lm.generate`` feeds a prompt: the last token comes alone."""
+    whole, rest = divmod(tokens - 1, PREFILL_STEP)
+    return [*[PREFILL_STEP] * whole, *[rest] * bool(rest), 1]
+
+
+def layer_bytes(cache: Any, given: KeyValues | None, calls: Sequence[int], batch: int) -> int:
+    """Return the resident bytes that a layer's cache will have.
 
     Args:
-        spec: What one layer has, of kind ``kivi``.
-        given: What comes.
+        cache: One of its kind. What it holds does not matter, but for a recurrent state, which does not grow.
+        given: What comes to it; None where no keys and values do.
         calls: Tokens of each call, at least 1.
         batch: Sequences of equal length.
+
+    Raises:
+        FootprintError: it is no KIVI cache, ``KVCache``, ``QuantizedKVCache``, ``RotatingKVCache`` or ``ArraysCache``.
     """
+    if isinstance(cache, ArraysCache):
+        return 0 if cache.empty() else int(cache.nbytes) // int(cache.batch_size) * batch
+    if not isinstance(cache, KIVICache | KVCache | QuantizedKVCache | RotatingKVCache):
+        raise FootprintError(f"its bytes cannot be told beforehand: {type(cache).__name__}")
+    if given is None:
+        return 0
+    if isinstance(cache, KIVICache):
+        return batch * given.heads * _packed(cache.spec, given.token, calls)
+    if isinstance(cache, QuantizedKVCache):
+        return batch * given.heads * _quantized(cache, given) * _grown(calls)
+    if isinstance(cache, RotatingKVCache):
+        return batch * given.size * _rotated(int(cache.max_size), calls)
+    return batch * given.size * _grown(calls)
+
+
+def _packed(spec: CacheSpec, token: Token, calls: Sequence[int]) -> int:
+    """Return the bytes of one head of one sequence."""
     capacity = 0
     for offset, end in pairwise(accumulate(calls, initial=0)):
         # The group of a call's first token is quantised in the call, those of the others when the next call comes.
@@ -64,31 +104,7 @@ def packed_cache(spec: CacheSpec, given: KeyValues, calls: Sequence[int], batch:
     total = sum(calls)
     newest = total - min(total, spec.sink_length) - spec.quantized_tokens(total)
     exact = spec.sink_length + max(spec.residual_length + spec.group_size, newest)
-    rows = batch * given.heads
-    return packed_bytes(spec.codecs, given.token, rows=rows, quantized=capacity, exact=exact, resident=0).accounted
-
-
-def own_cache(cache: Any, given: KeyValues | None, calls: Sequence[int], batch: int) -> int:
-    """Return the resident bytes that one of mlx-lm's caches will have.
-
-    Args:
-        cache: The cache after a call of one sequence, evaluated or not.
-        given: What came, and will come in later calls; None where no keys and values came.
-        calls: Tokens of each call.
-        batch: Sequences of equal length.
-
-    Raises:
-        FootprintError: it is none of ``KVCache``, ``QuantizedKVCache``, ``RotatingKVCache`` and ``ArraysCache``.
-    """
-    if isinstance(cache, KVCache) and given is not None:
-        return batch * given.size * _grown(calls)
-    if isinstance(cache, QuantizedKVCache) and given is not None:
-        return batch * given.heads * _grown(calls) * _quantized(cache, given)
-    if isinstance(cache, RotatingKVCache) and given is not None:
-        return batch * given.size * _rotated(int(cache.max_size), calls)
-    if isinstance(cache, ArraysCache):
-        return batch * int(cache.nbytes)
-    raise FootprintError(f"its bytes cannot be told beforehand: {type(cache).__name__}")
+    return packed_bytes(spec.codecs, token, rows=1, quantized=capacity, exact=exact, resident=0).accounted
 
 
 def _quantized(cache: QuantizedKVCache, given: KeyValues) -> int:

@@ -25,11 +25,10 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from kivi.accounting import Token, packed_bytes
 from kivi.cache.overflow import NonFiniteError, in_layer, not_finite
 from kivi.cache.packed import PackedCache, Tokens
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
-from kivi.cache.storage import CodeStore, ExactStore, code_capacity, live_arrays
+from kivi.cache.storage import CodeStore, ExactStore, live_arrays
 from kivi.codec import Packed
 from kivi.spec import CacheSpec
 
@@ -92,24 +91,13 @@ class KIVICache(PackedCache):
     def size(self) -> int:
         return self.offset
 
-    def bytes_at(self, tokens: int) -> int:
-        """Return the resident bytes of one sequence after a prompt of ``tokens`` tokens, counted from what is here now.
+    def newest(self) -> tuple[mx.array, mx.array]:
+        """Return the arrays of the newest keys and values ``[B, H, capacity, D]``, as they are stored.
 
         Raises:
-            ValueError: no token was ever stored, so that nothing tells heads and channels.
+            ValueError: no token was ever stored.
         """
-        keys, values = self._window.buffers()
-        quantized = self.spec.quantized_tokens(tokens)
-        window = max(self._window.room, tokens - self.spec.sink_length - quantized)
-        counted = packed_bytes(
-            self._codecs,
-            Token.of(keys, values),
-            rows=keys.shape[1],
-            quantized=code_capacity(quantized),
-            exact=self._sinks.room + window,
-            resident=0,
-        )
-        return counted.accounted
+        return self._window.buffers()
 
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` tokens, at most all, and return how many were forgotten.

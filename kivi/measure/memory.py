@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kivi.accounting import CacheBytes, sum_bytes
-from kivi.cache.single import KIVICache
+from kivi.footprint import FootprintError, KeyValues, layer_bytes, prefill_calls
 from kivi.measure.arms import held_arrays
 from kivi.measure.results import Accounting, Memory
-from kivi.quantize import padded_length
 
 KILOBYTE = 1024  # unit of ru_maxrss on Linux; macOS counts bytes
 
@@ -59,8 +58,11 @@ def counted_bytes_per_token(caches: Sequence[Any], tokens: int) -> float | None:
         caches: One a layer, as they are after some tokens of one or several sequences: a layer without any never gets some.
         tokens: Tokens of the one sequence that is counted.
     """
-    layers = [_counted_bytes(cache, tokens) for cache in caches]
-    return None if None in layers else sum(filter(None, layers)) / tokens
+    calls = prefill_calls(tokens)
+    try:
+        return sum(layer_bytes(cache, KeyValues.held(cache), calls, batch=1) for cache in caches) / tokens
+    except FootprintError:
+        return None
 
 
 def held_bytes(holder: Any) -> int:
@@ -150,21 +152,6 @@ def full_token(caches: Sequence[Any]) -> tuple[float, float]:
     keys, values = ([getattr(cache, side) for cache in telling] for side in ("keys", "values"))
     size = sum(array.nbytes for array in keys + values)
     return sum(array.nbytes for array in keys) / size, size / sum(array.size for array in keys + values)
-
-
-def _counted_bytes(cache: Any, tokens: int) -> int | None:
-    if not isinstance(cache, KIVICache | ArraysCache | KVCache | QuantizedKVCache | RotatingKVCache):
-        return None
-    if cache.empty():
-        return 0
-    if isinstance(cache, KIVICache):
-        return cache.bytes_at(tokens)
-    if isinstance(cache, ArraysCache):
-        return held_bytes(cache) // int(cache.batch_size)  # a state that does not grow
-    first = cache.keys if isinstance(cache.keys, mx.array) else cache.keys[0]
-    held = tokens if isinstance(cache, RotatingKVCache) else padded_length(tokens, cache.step)
-    room = min(held, cache.max_size) if isinstance(cache, RotatingKVCache) else held
-    return held_bytes((cache.keys, cache.values)) // (first.shape[0] * first.shape[2]) * int(room)
 
 
 def _mlx_quantized_bytes(cache: QuantizedKVCache, resident: int) -> CacheBytes:

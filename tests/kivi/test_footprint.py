@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from kivi import CacheSpec, KIVICache, RoundTripKIVICache
-from kivi.footprint import FootprintError, KeyValues, own_cache, packed_cache
+from kivi.footprint import FootprintError, KeyValues, layer_bytes
 from kivi.measure.memory import held_bytes
 
 SPECS = [
@@ -46,7 +46,8 @@ def feed(cache: Any, calls: list[int], batch: int = 2) -> Any:
 @settings(max_examples=25)
 def test_packed_caches(spec: CacheSpec, calls: list[int]) -> None:
     cache = feed(KIVICache(spec), calls)
-    assert packed_cache(spec, GIVEN, calls, batch=2) == held_bytes(cache) == cache.nbytes
+    assert layer_bytes(KIVICache(spec), GIVEN, calls, batch=2) == held_bytes(cache) == cache.nbytes
+    assert KeyValues.held(cache) == GIVEN
 
 
 @pytest.mark.parametrize(
@@ -66,9 +67,9 @@ def test_packed_caches(spec: CacheSpec, calls: list[int]) -> None:
 @settings(max_examples=25)
 def test_mlx_lms_caches(make: Any, calls: list[int]) -> None:
     cache = feed(make(), calls)
-    assert own_cache(make(), GIVEN, calls, batch=2) == held_bytes(cache)
+    assert layer_bytes(make(), GIVEN, calls, batch=2) == held_bytes(cache)
 
 
 def test_a_cache_that_is_not_known_is_refused() -> None:
     with pytest.raises(FootprintError, match="ChunkedKVCache"):
-        own_cache(ChunkedKVCache(8), GIVEN, [4], batch=1)
+        layer_bytes(ChunkedKVCache(8), GIVEN, [4], batch=1)
