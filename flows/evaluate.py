@@ -1,7 +1,8 @@
-"""The ad-hoc evaluation: a night of one model, one prompt set and one cache."""
+"""The ad-hoc evaluation: a night of one model, one prompt set and a few caches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from prefect import flow, runtime
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter
 from flows.matrix import run_matrix
 from flows.results import NightResult
 from kivi.measure.settings import MeasureSettings
+from kivi.spec import CacheSpec
 from tasks.config import Model, NightlyConfig, Prompts, Spec, Thresholds
 from tasks.run.night import EVALUATE
 
@@ -22,6 +24,27 @@ def run_name() -> str:
     return f"{spec.slug} on {model.name}"
 
 
+MLX_BITS = (2, 4, 8)  # mlx-lm's quantised cache takes these for every model whose heads it can divide into groups
+MLX_PARAMS = 1  # bits a number of scale and bias, in 16 bits and groups of 32
+
+
+def compared(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    """Return the full cache, mlx-lm's nearest to each of ``specs``, and these: each once.
+
+    Nearest is the one of the fewest bits a number, scales included, that has no fewer than the spec's codes.
+    """
+    nearest = [_nearest(spec) for spec in specs if spec.kind.startswith("kivi")]
+    return list({spec.slug: spec for spec in (CacheSpec(kind="full"), *nearest, *specs)}.values())
+
+
+def _nearest(spec: CacheSpec) -> CacheSpec:
+    tokens = channels = 128
+    stored = sum(codec.code_bytes(tokens, channels) + codec.param_bytes(tokens, channels) for codec in spec.codecs)
+    wanted = 8 * stored / (2 * tokens * channels)
+    bits = next((bits for bits in MLX_BITS if bits + MLX_PARAMS >= wanted), MLX_BITS[-1])
+    return CacheSpec(kind="mlx-quantized", key_bits=bits, value_bits=bits)
+
+
 @flow(name=EVALUATE, flow_run_name=run_name, persist_result=False)
 def evaluate(
     model: Model,
@@ -31,8 +54,9 @@ def evaluate(
     thresholds: dict[str, Thresholds] | None = None,
     tracking_dir: Path = Path("mlruns"),
     refresh: bool = False,
+    others: tuple[Spec, ...] = (),
 ) -> State[NightResult]:
-    """Measure one cache of one model on one prompt set, as a night would.
+    """Measure one cache of one model on one prompt set, and others beside it, as a night would.
 
     Args:
         model: embedded, a folder in mlx-lm's format, or a Hugging Face id.
@@ -42,7 +66,8 @@ def evaluate(
         thresholds: Limits beside the default ones.
         tracking_dir: Folder of the MLflow store, of finished results and of reports.
         refresh: Measure anew.
+        others: Further caches.
     """
-    one = {"models": (model,), "prompt_sets": (prompts,), "specs": (spec,)}
+    one = {"models": (model,), "prompt_sets": (prompts,), "specs": (spec, *others)}
     config = NightlyConfig(name=EVALUATE, **one, measure=measure, thresholds=thresholds or {})
     return run_matrix(config, tracking_dir, refresh)

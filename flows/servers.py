@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     try:
         match arguments:
             case ["up", *rest] if len(rest) < 2:
-                addresses = up(Path(*rest or ["mlruns"]), Path.cwd())
+                addresses = up(Path(*rest or ["mlruns"]), Path.cwd(), _say)
                 sys.stdout.write(f"Prefect  {addresses.prefect}\nMLflow   {addresses.mlflow}\n")
                 sys.stdout.write(f"prefect and kivi find it with: export PREFECT_API_URL={addresses.prefect}/api\n")
             case ["down", *rest] if len(rest) < 2:
@@ -37,6 +37,11 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"kivi: {usage or error}\n")
         return 2 if usage else 1
     return 0
+
+
+def _say(step: str) -> None:
+    sys.stderr.write(f"{step}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -54,14 +54,25 @@ def kivi(
 
 @app.command()
 def nightly(
-    config: Config = None, refresh: Refresh = False, tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False
+    config: Config = None,
+    refresh: Refresh = False,
+    summary: Annotated[
+        Path | None,
+        typer.Option("--summary", help="File that gets verdict and table as Markdown, e.g. for a CI job."),
+    ] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", help="File that gets JUnit's XML, a test a cell.")] = None,
+    tracking_dir: TrackingDir = MLRUNS,
+    as_json: AsJson = False,
 ) -> None:
-    """Run the nightly regression: measure, track, gate, report."""
+    """Run the nightly regression: measure, track, gate, report.
+
+    Example: kivi nightly --summary "$GITHUB_STEP_SUMMARY" --junit nightly.xml
+    """
     with sentences():
         from tasks.config import load_config
 
         given = load_config(config) if config else None
-        from flows.cli.results import finish
+        from flows.cli.results import finish, require_writable, write_summaries
         from flows.nightly import STANDARD
         from flows.nightly import nightly as flow
         from tasks.run.plan import check_thresholds
@@ -69,7 +80,10 @@ def nightly(
         matrix = given or STANDARD
         _check(matrix, tracking_dir)
         check_thresholds(matrix)
+        for file in filter(None, (summary, junit)):
+            require_writable(file)
         result = run_flow(lambda: flow(matrix, tracking_dir.resolve(), refresh, return_state=True))
+        write_summaries(result, summary, junit)
     finish(result, tracking_dir, as_json)
 
 
@@ -77,29 +91,37 @@ def nightly(
 def evaluate(
     model: Annotated[str, typer.Argument(help="embedded, a folder in mlx-lm's format, or a Hugging Face id as ID@COMMIT.")],
     prompts: Annotated[str, typer.Argument(help="humaneval, retrieval, a Hugging Face id, or a local file or folder.")],
-    spec: Annotated[str, typer.Argument(help="KIND[:key=value,...], e.g. kivi:bits=2 or mlx-quantized:bits=4.")],
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Caches: kivi:k4v3,g64 or KIND[:key=value,...].")],
     column: Annotated[str | None, typer.Option(help="Column of the prompt set that holds the text.")] = None,
     split: Annotated[str, typer.Option(help="Split of the prompt set.")] = "train",
     limit: Annotated[int | None, typer.Option(help="Rows to take, from the first.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Matrix whose measure and thresholds are used.")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Leave out the full cache and mlx-lm's nearest.")] = False,
     refresh: Refresh = False,
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate one cache of one model on one prompt set."""
+    """Evaluate caches of one model on one prompt set, beside the full cache and mlx-lm's nearest.
+
+    Example: kivi evaluate embedded humaneval kivi:k4v3,g64,s64,hkv kivi:k3v2,g64,s64,hkv
+    """
     with sentences():
         from tasks.config import NightlyConfig, load_config
 
         base = load_config(config) if config else None
         fields: dict[str, Any] = {"source": prompts, "column": column, "split": split, "limit": limit}
         extra = {"measure": base.measure, "thresholds": base.thresholds} if base else {}
-        matrix = checks.read(NightlyConfig, {"models": [model], "prompt_sets": [fields], "specs": [spec], **extra})
+        matrix = checks.read(NightlyConfig, {"models": [model], "prompt_sets": [fields], "specs": specs, **extra})
         from flows.cli.results import finish
+        from flows.evaluate import compared
         from flows.evaluate import evaluate as flow
 
+        if not alone:
+            matrix = matrix.model_copy(update={"specs": tuple(compared(matrix.specs))})
         _check(matrix, tracking_dir)
-        cell = (matrix.models[0], matrix.prompt_sets[0], matrix.specs[0], matrix.measure, matrix.thresholds)
-        result = run_flow(lambda: flow(*cell, tracking_dir.resolve(), refresh, return_state=True))
+        (model_,), (prompts_,), (first, *others) = matrix.models, matrix.prompt_sets, matrix.specs
+        cells = (model_, prompts_, first, matrix.measure, matrix.thresholds, tracking_dir.resolve(), refresh, tuple(others))
+        result = run_flow(lambda: flow(*cells, return_state=True))
     finish(result, tracking_dir, as_json)
 
 
@@ -111,7 +133,10 @@ def import_(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Log a result that was measured where no tracker is."""
+    """Log a result that was measured where no tracker is.
+
+    Example: kivi import cell.json
+    """
     with sentences():
         from flows.cli.results import finish
         from flows.import_results import log_result, read_result
@@ -122,7 +147,10 @@ def import_(
 
 @app.command()
 def doctor(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
-    """Say what this machine can run, and what is missing."""
+    """Say what this machine can run, and what is missing.
+
+    Example: kivi doctor
+    """
     with sentences():
         from rich.text import Text
 
@@ -146,7 +174,10 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; links in reports name 5050.")] = 5050,
     as_json: AsJson = False,
 ) -> None:
-    """Serve MLflow on the local store, and print its links once it answers."""
+    """Serve MLflow on the local store, and print its links once it answers.
+
+    Example: kivi ui --port 5051
+    """
     with sentences():
         from flows.serve.ui import links, serve
 

@@ -27,7 +27,10 @@ NightName = Annotated[str, NIGHT]
 
 @app.command("set")
 def set_(night: NightName = "last", tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
-    """Make a finished night the baseline, also one that failed: its changes are accepted. The next good night follows it."""
+    """Make a finished night the baseline, also one that failed: its changes are accepted. The next good night follows it.
+
+    Example: kivi baseline set 2026-12-01
+    """
     with sentences():
         from tasks.tracking.baseline import set_baseline
 
@@ -43,7 +46,10 @@ def pin(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Pin a finished night: every night is compared with it too, until another is pinned."""
+    """Pin a finished night: every night is compared with it too, until another is pinned.
+
+    Example: kivi baseline pin last
+    """
     with sentences():
         from tasks.tracking.baseline import BaselineError, pin_baseline, unpin
 
@@ -60,7 +66,10 @@ def pin(
 
 @app.command()
 def show(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
-    """Show the nights that a night is compared with now, and for how many cells."""
+    """Show the nights that a night is compared with now, and for how many cells.
+
+    Example: kivi baseline show
+    """
     with sentences():
         from tasks.tracking.baseline import marked_nights
 

@@ -25,13 +25,16 @@ Settings = Annotated[
 
 
 def compare(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="KIND[:key=value,...], e.g. kivi:bits=2.")],
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="KIND[:key=value,...], e.g. kivi:bits=2.")],
     model: ModelName = None,
     settings: Settings = None,
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the backends of this machine on caches: parity with the definition, and speed."""
+    """Compare the backends of this machine on caches: parity with the definition, and speed.
+
+    Example: kivi compare kivi:k4v3,g64 kivi:k2v2 --model none
+    """
     with sentences():
         from flows.cli.results import finish
         from flows.compare import compare as flow
@@ -56,7 +59,10 @@ def audit(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Audit one cache: its bytes, its memory, what it gives back, its kernels, its error along a decode."""
+    """Audit one cache: its bytes, its memory, what it gives back, its kernels, its error along a decode.
+
+    Example: kivi audit kivi:k4v3,g64,s64,hkv --check bytes
+    """
     with sentences():
         from flows.audit import audit as flow
         from flows.audit import require_auditable

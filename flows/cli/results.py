@@ -15,10 +15,13 @@ from rich.table import Table
 from flows.cli.commands import FAILED, MLRUNS, PASSED
 from flows.cli.output import STYLES, fits, print_json, print_line, print_link, result_console, table
 from flows.results import Checked, NightResult
+from kivi.files import write_whole
 from kivi.measure.audit import AuditReport
 from kivi.measure.backends.comparison import ComparisonResult
+from tasks.config import ConfigError
 from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.comparison import model_table, parity_table, speed_table
+from tasks.report.summary import junit_xml, summary_markdown
 from tasks.report.table import HEADINGS, Row, columns, rows, shared_backend, show_seconds
 from tasks.report.tuning import HEADINGS as TUNING
 from tasks.report.tuning import rows as tuning_rows
@@ -40,6 +43,25 @@ def finish(result: NightResult | Checked, tracking_dir: Path, as_json: bool) -> 
         if as_json:
             print_json(fields(result, tracking_dir))
     raise typer.Exit(PASSED if result.passed else FAILED)
+
+
+def require_writable(file: Path) -> None:
+    """Raise before hours are spent where ``file`` cannot be written.
+
+    Raises:
+        ConfigError: it is a folder, or in none that can be written to.
+    """
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{file}: cannot be written; give a file in a folder that is there")
+
+
+def write_summaries(result: NightResult, summary: Path | None, junit: Path | None) -> None:
+    """Add the Markdown of a night to ``summary``, as steps of a CI job do, and write its JUnit XML to ``junit``."""
+    if summary is not None:
+        with summary.open("a", encoding="utf-8") as file:
+            file.write(summary_markdown(result.night, result.verdict))
+    if junit is not None:
+        write_whole(junit, junit_xml(result.night, result.verdict))
 
 
 def show(console: Console, result: NightResult | Checked, tracking_dir: Path) -> None:

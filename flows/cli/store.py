@@ -25,7 +25,10 @@ def backup(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Copy database and artefacts, as of one moment; nights and MLflow's server may run meanwhile."""
+    """Copy database and artefacts, as of one moment; nights and MLflow's server may run meanwhile.
+
+    Example: kivi store backup /backups/kivi-2026-12-01
+    """
     with sentences():
         from tasks.tracking.backup import back_up
 
@@ -39,7 +42,10 @@ def restore(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Put a backup where no store is; move a damaged one away first."""
+    """Put a backup where no store is; move a damaged one away first.
+
+    Example: kivi store restore /backups/kivi-2026-12-01
+    """
     with sentences():
         from tasks.tracking.backup import restore as put
 
@@ -54,7 +60,10 @@ def prune(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old nights' artefacts; metrics, baselines and pinned nights stay."""
+    """Remove old nights' artefacts; metrics, baselines and pinned nights stay.
+
+    Example: kivi store prune --keep-days 30 --dry-run
+    """
     with sentences():
         from tasks.tracking.backup import require_store
         from tasks.tracking.retention import prune as remove
@@ -70,7 +79,10 @@ def prune(
 
 @app.command()
 def upgrade(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
-    """Bring the database to the installed MLflow's schema, after a backup."""
+    """Bring the database to the installed MLflow's schema, after a backup.
+
+    Example: kivi store upgrade
+    """
     with sentences():
         from tasks.tracking.upgrade import upgrade as migrate
 

@@ -49,8 +49,13 @@ class Addresses(NamedTuple):
     mlflow: str
 
 
-def up(tracking_dir: Path, project: Path) -> Addresses:
+def up(tracking_dir: Path, project: Path, say: Callable[[str], object] = lambda step: None) -> Addresses:  # noqa: ARG005
     """Start what does not run yet, deploy ``project``'s prefect.yaml, and return where to look.
+
+    Args:
+        tracking_dir: Folder of the MLflow store and of the servers' records.
+        project: Folder of prefect.yaml.
+        say: Told of each step that takes a while, as it begins.
 
     Raises:
         ServerError: a server does not start, or a deployment is refused.
@@ -67,12 +72,16 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
         return processes.running(name) or processes.start(name, *launch())
 
     pools = (("worker", POOL), ("cells", _cells_pool()))
+    say("starting Prefect's server and MLflow's: half a minute the first time")
     prefect = start("prefect", lambda: launch_prefect(processes.folder, _port(processes, "prefect", PREFECT_PORT)))
     mlflow = start("mlflow", lambda: launch_mlflow(tracking_dir, _port(processes, "mlflow", UI_PORT)))
     processes.wait(prefect, lambda: answers(f"{prefect.address}/api/health"))
+    say(f"Prefect's server answers at {prefect.address}")
     processes.wait(mlflow, lambda: answers(f"{mlflow.address}/health"))
+    say(f"MLflow's server answers at {mlflow.address}")
     api, through = f"{prefect.address}/api", mlflow.address if BACKEND in os.environ else ""
     prepare_pools(api, project)
+    say("starting the workers")
     workers = {}
     for name, pool in pools:
         present = processes.running(name)
@@ -81,6 +90,7 @@ def up(tracking_dir: Path, project: Path) -> Addresses:
         workers[pool] = start(name, partial(launch_worker, name, processes.folder, api, through))
     for pool, worker in workers.items():
         processes.wait(worker, partial(worker_is_online, prefect.address, pool))
+    say("deploying the flows")
     deploy(api, project, _home(processes.folder))
     return Addresses(prefect.address, mlflow.address)
 

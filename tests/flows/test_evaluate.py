@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from uuid import UUID
 
+import pytest
 from prefect.client.orchestration import get_client
 
-from flows.evaluate import evaluate
+from flows.evaluate import compared, evaluate
+from kivi.spec import CacheSpec
 
 MEASURE = {
     "score": {"sequences": 1, "length": 128},
@@ -15,13 +17,29 @@ MEASURE = {
 }
 
 
-def test_one_cell_is_measured_and_has_a_verdict(prefect_server, tmp_path):
+@pytest.mark.parametrize(
+    ("specs", "beside"),
+    [
+        (["kivi:k4v3,g64"], ["mlx-quantized:k4v4"]),
+        (["kivi:k3v2,g64", "kivi:k2v2"], ["mlx-quantized:k2v2"]),  # 3 bits a number, as mlx-lm's with scale and bias
+        (["kivi:k8v8,r0", "kivi-roundtrip:k4v4"], ["mlx-quantized:k8v8", "mlx-quantized:k4v4"]),
+        (["full", "mlx-quantized:k3v3"], []),
+    ],
+)
+def test_full_and_the_nearest_of_mlx_lm_come_along(specs, beside):
+    wanted = dict.fromkeys(["full", *beside, *specs])
+    assert [spec.text for spec in compared([CacheSpec.parse(text) for text in specs])] == list(wanted)
+
+
+def test_cells_are_measured_and_have_a_verdict(prefect_server, tmp_path):
     prompts = {"source": "humaneval", "limit": 4}
     limits = {"*": {"kl_mean": 1.0, "flip_rate": 1.0}}
-    state = evaluate("embedded", prompts, "kivi-roundtrip:bits=4,residual=32", MEASURE, limits, tmp_path, return_state=True)
+    cells = {"spec": "kivi-roundtrip:bits=4,residual=32", "others": ["kivi:k4v4,r32"]}
+    state = evaluate("embedded", prompts, measure=MEASURE, thresholds=limits, tracking_dir=tmp_path, return_state=True, **cells)
     assert state.is_completed(), state.message
     result = state.result()
-    (outcome,) = result.night.outcomes
+    outcome, other = result.night.outcomes
+    assert other.result.memory.bytes_per_token_4096 < outcome.result.memory.bytes_per_token_4096
     assert outcome.result.quality.sequences == 1
     assert outcome.result.throughput.decode_ratio > 0  # against the full cache, although that is no cell here
     with get_client(sync_client=True) as client:

@@ -28,7 +28,7 @@ def test_a_night_on_the_real_model_ends_with_a_verdict(smoke_night):
     assert state.is_completed(), state.message
     result = state.result()
     assert result.verdict.passed
-    assert [outcome.cell.spec.slug for outcome in result.night.outcomes] == ["full", "kivi-roundtrip-k4v4-g32-r128-mlx"]
+    assert [outcome.cell.spec.slug for outcome in result.night.outcomes] == ["full", "kivi-k4v4-g32-r128-mlx"]
     full, four_bits = result.night.results
     assert full.quality.kl_mean < 1e-4 < four_bits.quality.kl_mean < 0.01
     assert four_bits.throughput is not None
@@ -44,7 +44,7 @@ def test_it_is_one_parent_and_a_child_a_cell_in_mlflow(smoke_night):
         children = find_cells(store, parent.info.run_id)
     assert parent.info.run_id == result.logged.run_id
     assert parent.data.tags["prefect.flow_run_id"] == result.night.flow_run_id != ""
-    assert "| kivi-roundtrip-k4v4-g32-r128-mlx |" in parent.data.tags["mlflow.note.content"]
+    assert "| kivi:k4v4 |" in parent.data.tags["mlflow.note.content"]
     assert {child.info.run_id for child in children} == set(result.logged.child_ids)
     for child in children:
         assert child.data.metrics["throughput.decode_ratio"] > 0

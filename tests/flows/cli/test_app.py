@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -117,6 +118,18 @@ def test_bad_arguments_are_one_sentence_and_exit_code_2(arguments, sentence):
     assert done.exit_code == 2
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_help_imports_nothing_that_takes_time():
+    """Half a second is what a person takes for at once; any of these would take longer."""
+    script = "import sys; from flows.cli.app import app; app(['--help'], standalone_mode=False); print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert {"mlx", "prefect", "mlflow", "pydantic", "matplotlib", "datasets"}.isdisjoint(shown.split())
+
+
+@pytest.mark.parametrize("command", [command for command in app.registered_commands if command.callback])
+def test_the_help_of_every_command_has_an_example(command):
+    assert re.search(r"^    Example: kivi ", command.callback.__doc__, re.MULTILINE), command.callback.__name__
 
 
 @pytest.mark.parametrize("arguments", [("nightly", "--no-such"), ("no-such",), ("evaluate", "embedded")])

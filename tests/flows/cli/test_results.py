@@ -12,9 +12,9 @@ from rich.console import Console
 
 import flows
 from flows.cli.output import print_json
-from flows.cli.results import fields, show
+from flows.cli.results import fields, require_writable, show, write_summaries
 from flows.results import NightResult
-from tasks.config import NightlyConfig, load_config
+from tasks.config import ConfigError, NightlyConfig, load_config
 from tasks.judge.gate import judge
 from tasks.report.night import build_report
 from tasks.tracking.runs import Logged
@@ -109,3 +109,20 @@ def test_a_terminal_gets_links_to_click_on_and_none_to_compare_one_cell(make_res
     assert "\x1b]8;" in text and ";http://127.0.0.1:5050/#/experiments/1/runs/p\x1b\\" in text
     one = result.model_copy(update={"logged": Logged(experiment_id="1", run_id="p", child_ids=("a",))})
     assert "compare" not in shown(one, 80) and "compare" in shown(result, 80)
+
+
+def test_a_ci_job_gets_the_table_added_and_a_test_a_cell(make_result, make_night, tmp_path):
+    result = came_to(make_night(make_result("full"), make_result(kl_mean=0.5)))
+    summary, junit = tmp_path / "summary.md", tmp_path / "night.xml"
+    summary.write_text("an earlier step\n")
+    for file in (summary, junit):
+        require_writable(file)
+    write_summaries(result, summary, junit)
+    assert summary.read_text().startswith("an earlier step\n### nightly 2026-11-29: failed: 1 of ")
+    assert junit.read_text().count("<testcase") == 2 and junit.read_text().count("<failure") == 1
+
+
+def test_a_summary_that_cannot_be_written_is_refused_before_the_night(tmp_path):
+    for file in (tmp_path, tmp_path / "no such folder" / "summary.md"):
+        with pytest.raises(ConfigError, match="cannot be written; give a file in a folder that is there"):
+            require_writable(file)
