@@ -21,7 +21,7 @@ def rows(result: Tuning) -> list[list[str]]:
     aims = {one.slug: one.word for one in result.recommendations}
     return [
         [
-            one.spec.slug,
+            one.spec.text,
             one.family,
             f"{one.bits:.2f}",
             f"{one.bytes_per_token:,.0f}",

@@ -126,7 +126,7 @@ def choose(config: TuneConfig, candidates: Sequence[Candidate], weights: int) ->
         if not within:
             best = front[-1]
             raise TuneError(
-                f"kl={config.kl:g}: no setting has so small a KL; the best, {best.spec.slug}, has "
+                f"kl={config.kl:g}: no setting has so small a KL; the best, {best.spec.text}, has "
                 f"{best.quality.kl_mean:.2g} nats at {best.bytes_per_token:,.0f} bytes a token"
             )
         return {f"KL at most {config.kl:g}": within[0]}
@@ -155,7 +155,7 @@ def recommend(aim: str, one: Candidate, candidates: Sequence[Candidate], decode:
     interval = f" ({quality.kl_interval.low:.2g} to {quality.kl_interval.high:.2g})" if quality.kl_interval else ""
     speed = f", decodes at {decode:.2f} times the full cache's speed" if decode is not None else ""
     sentence = (
-        f"{aim}: {one.spec.slug} takes {one.bytes_per_token:,.0f} bytes a token at {one.context:,} tokens "
+        f"{aim}: {one.spec.text} takes {one.bytes_per_token:,.0f} bytes a token at {one.context:,} tokens "
         f"({one.bits:.2f} bits a number), KL {quality.kl_mean:.2g}{interval} nats, {quality.flip_rate:.1%} flips{speed}"
     )
     beside = [other for other in candidates if other.family == "mlx-lm" and other.quality.kl_mean <= quality.kl_mean]

@@ -80,7 +80,7 @@ def test_rows_are_by_bytes_and_say_what_is_chosen(tuning: Tuning) -> None:
 
 def test_the_page_has_the_answer_first_and_shows_names_as_they_are(tuning: Tuning) -> None:
     page = tuning_markdown(tuning)
-    assert page.startswith("# Which cache for tiny\\|&lt;script&gt;\n\n- good: kivi-k4v4-g64")
+    assert page.startswith("# Which cache for tiny\\|&lt;script&gt;\n\n- good: kivi:k4v4,g64")
     assert "kivi-k3v3: layer 0: NaN" in page and "<script>" not in page and "## Provenance" in page
 
 

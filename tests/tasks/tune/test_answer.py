@@ -73,7 +73,7 @@ def test_a_budget_of_kl_takes_the_smallest_and_one_of_bytes_the_best() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kl": 1e-6}, r"kl=1e-06: no setting .* kivi-k8v8-g32-r128-auto, has 0.0001 nats at 800 bytes a token"),
+        ({"kl": 1e-6}, r"kl=1e-06: no setting .* kivi:k8v8, has 0.0001 nats at 800 bytes a token"),
         ({"bytes_per_token": 100}, r"bytes_per_token=100: .* 1 × 4096 tokens, and the smallest setting takes 200"),
         ({"memory": "1MB"}, r"memory=1,000,000: the weights of 'embedded' alone take 1,000,000 bytes"),
     ],
@@ -92,6 +92,6 @@ def test_memory_is_what_the_weights_leave_by_token_and_sequence() -> None:
 def test_the_sentence_has_its_numbers_and_mlx_lms_nearest() -> None:
     sentence = recommend("good", GOOD, EVERY, 0.9).sentence
     numbers = ("400 bytes a token at 4,096", "0.5% flips", "0.90 times", "mlx-lm's smallest with no more KL takes 600")
-    for part in ("good: kivi-k4v4", *numbers):
+    for part in ("good: kivi:k4v4", *numbers):
         assert part in sentence
     assert "mlx-lm" not in recommend("good", BETTER, EVERY, None).sentence
