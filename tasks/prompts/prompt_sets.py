@@ -81,9 +81,15 @@ def load_prompt_set(config: PromptSetConfig) -> PromptSet:
     Raises:
         PromptSetError: the set cannot be read, is empty, is not the revision asked for, or a row has no text.
     """
-    source = open_source(config)
-    _check_columns(config, source.columns)
-    rows = tuple(_canonical(config, index, row) for index, row in enumerate(source.rows))
+    wanted = _columns(config)
+    source = open_source(config, wanted)
+    table = source.table
+    for name in wanted:
+        if name not in table.columns:
+            raise PromptSetError(
+                f"prompt set {config.name!r}: no column {name!r}; there are {', '.join(map(repr, table.columns))}"
+            )
+    rows = tuple(_canonical(config, index, row) for index, row in enumerate(table.rows))
     return PromptSet(
         name=config.name,
         rows=rows,
@@ -91,7 +97,7 @@ def load_prompt_set(config: PromptSetConfig) -> PromptSet:
         revision=source.revision,
         split=config.split,
         sha256=digest(rows),
-        note=_note(config, source.found),
+        note=_note(config, table.found),
     )
 
 
@@ -116,15 +122,15 @@ def _template(config: PromptSetConfig) -> str | None:
     return config.template if own else TEMPLATES[config.source]
 
 
-def _check_columns(config: PromptSetConfig, columns: list[str]) -> None:
+def _columns(config: PromptSetConfig) -> list[str]:
+    """Return the columns that a row's text and its scorers need."""
     template = _template(config)
-    named = (config.column, config.messages, config.answer)
-    wanted = [name for name in named if name] + (template_columns(template) if template else [])
-    if template and not wanted:
-        raise PromptSetError(f"prompt set {config.name!r}: template={template!r} names no column, e.g. {{{columns[0]}}}")
-    for name in wanted:
-        if name not in columns:
-            raise PromptSetError(f"prompt set {config.name!r}: no column {name!r}; there are {', '.join(map(repr, columns))}")
+    answer = config.answer or (ANSWERS[config.source] if config.answers is not None else None)
+    named = (config.column, config.messages, answer, *KEPT.get(config.source, ()))
+    columns = [name for name in named if name] + (template_columns(template) if template else [])
+    if not columns or (template and not template_columns(template)):
+        raise PromptSetError(f"prompt set {config.name!r}: template={template!r} names no column; write one as {{column}}")
+    return list(dict.fromkeys(columns))
 
 
 def _canonical(config: PromptSetConfig, index: int, row: dict[str, Any]) -> dict[str, JsonValue]:

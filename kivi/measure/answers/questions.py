@@ -31,7 +31,7 @@ from kivi.measure.monitor import Monitor
 from kivi.measure.quality import log_softmax
 from kivi.measure.reference import ReferenceStore, Reply
 from kivi.measure.results import Answer, AnswerBucket, Answers
-from kivi.measure.sequences import SEPARATOR, encode, start_tokens
+from kivi.measure.sequences import SEPARATOR, encode, encode_begun
 from kivi.measure.settings import AnswerSettings
 from kivi.models import LoadedModel
 from kivi.spec import CacheSpec
@@ -140,7 +140,7 @@ def tokenize(model: LoadedModel, examples: Sequence[Question], question: Questio
     tokenizer = model.tokenizer
     if not chat:
         text = SEPARATOR.join([*(example.text for example in examples), question.prompt])
-        return start_tokens(tokenizer) + encode(tokenizer, text)
+        return encode_begun(tokenizer, text)
     if getattr(tokenizer, "chat_template", None) is None:
         raise MeasureError(f"chat=true, but {model.name!r} has no chat template")
     messages = []

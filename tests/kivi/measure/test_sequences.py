@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from kivi.measure import MeasureError
-from kivi.measure.sequences import TokenStream
+from kivi.measure.sequences import TokenStream, encode_begun
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,20 +49,49 @@ def test_prompts_have_their_length_and_start_at_different_places(byte_tokenizer:
         assert all(later - earlier >= length for earlier, later in itertools.pairwise(starts))
 
 
-def test_a_tokenizers_own_first_token_begins_every_sequence(byte_tokenizer: Any) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
+@pytest.fixture(scope="module")
+def beginning_tokenizer(byte_tokenizer: Any) -> Any:
+    """A tokenizer that puts ``<s>`` before each text."""
     backend = Tokenizer.from_str(byte_tokenizer.backend_tokenizer.to_str())
     backend.add_special_tokens(["<s>"])
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")  # noqa: S106  no password
-    stream = TokenStream(tokenizer, ["some text that is long enough"])
-    for sequence in [*stream.pack(2, 8), *stream.windows(2, 8)]:
-        assert len(sequence) == 8
-        assert sequence[0] == tokenizer.bos_token_id
-        assert tokenizer.bos_token_id not in sequence[1:]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")  # noqa: S106  no password
+
+
+@pytest.mark.parametrize("written", ["", "<s>"])  # as a chat template has it
+def test_a_tokenizers_own_first_token_begins_every_sequence_once(beginning_tokenizer: Any, written: str) -> None:
+    stream = TokenStream(beginning_tokenizer, [f"{written}some text that is", f"{written}long enough"])
+    for sequence in [*stream.pack(3, 9), *stream.windows(2, 8)]:
+        assert sequence[0] == beginning_tokenizer.bos_token_id
+        assert beginning_tokenizer.bos_token_id not in sequence[1:]
+    assert encode_begun(beginning_tokenizer, f"{written}one") == beginning_tokenizer.encode("one")
+
+
+def test_no_more_is_tokenised_than_is_needed(byte_tokenizer: Any) -> None:
+    texts = Texts(100_000)
+    stream = TokenStream(byte_tokenizer, texts)
+    stream.pack(1, 352)
+    assert texts.read == 11  # of 32 tokens, and two between them
+    stream.windows(2, 32)
+    assert texts.read < 10_000
+    before = texts.read
+    stream.windows(3, 64)
+    stream.pack(2, 128)
+    assert texts.read == before
+
+
+class Texts(Sequence[str]):
+    """Texts that count how many were read."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.read = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += 1
+        return "x" * 32
 
 
 def test_too_little_text_is_one_sentence_with_the_numbers(byte_tokenizer: Any) -> None:

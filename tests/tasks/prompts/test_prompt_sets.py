@@ -166,7 +166,7 @@ def test_an_empty_list_or_table_has_no_rows(tmp_path: Path) -> None:
 def test_broken_files_say_what_is_broken(tmp_path: Path) -> None:
     broken = tmp_path / "a.jsonl"
     broken.write_text('{"text": "x"}\n{"text": oops}\n')
-    assert "cannot be read: JSON parse error: Invalid value. in row 1" in refusal(broken)
+    assert "'a.jsonl' cannot be read: Expecting value: line 1 column 10 (char 9), in row 1" in refusal(broken)
     unzipped = tmp_path / "a.jsonl.gz"
     unzipped.write_text('{"text": "x"}\n')
     assert "Not a gzipped file" in refusal(unzipped)
@@ -185,7 +185,7 @@ def test_what_is_missing_is_said_with_what_exists(tmp_path: Path) -> None:
     assert "Unknown split \"test\". Should be one of ['train']" in refusal(path, split="test")
     assert "no column 'prompt'; there are 'text', 'n'" in refusal(path, column="prompt")
     assert "no column 'answer'" in refusal(path, template="{text} {answer}")
-    assert "names no column, e.g. {text}" in refusal(path, template="text")
+    assert "names no column; write one as {column}" in refusal(path, template="text")
     (tmp_path / "empty").mkdir()
     assert "doesn't contain any data files" in refusal(tmp_path / "empty")
     (tmp_path / "a.docx").write_text("x")
