@@ -14,6 +14,7 @@ USAGE = frozenset(
         "kivi.backends.BackendError",
         "kivi.fit.FitError",
         "kivi.models.loading.ModelError",
+        "kivi.open_files.OpenFilesError",
         "kivi.spec.SpecError",
         "tasks.tracking.baseline.BaselineError",
         "tasks.config.ConfigError",

@@ -19,6 +19,7 @@ from tasks.paths import REPORTS
 from tasks.report.night import build_report
 from tasks.run import audit, compare
 from tasks.run.night import IMPORT, Night, Outcome, PromptSource, cell_of
+from tasks.run.result_files import checked
 from tasks.tracking.nights import find_cells, finish_night, log_night
 from tasks.tracking.runs import Logged
 from tasks.tracking.store import writer
@@ -44,7 +45,7 @@ def read_result(path: Path) -> Measured:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     kind = KINDS.get(_kind(content), CellResult)
     try:
-        result = kind.model_validate_json(content)
+        result = kind.model_validate_json(checked(content))
         _check_origin(result)
     except ValueError as error:
         why = first_sentence(error) if isinstance(error, ValidationError) else error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from flows import plain_output
 from flows.errors import sentence
 from flows.serve.background import ServerError
 from flows.serve.servers import NAMES, down, run, up
@@ -16,6 +17,7 @@ USAGE = f"""usage: python -m flows.servers up|down [TRACKING_DIR]
 
 def main(arguments: list[str]) -> int:
     """Run ``python -m flows.servers``; return the exit code: 1 for a server that failed, 2 for bad usage."""
+    plain_output.allow()
     try:
         match arguments:
             case ["up", *rest] if len(rest) < 2:

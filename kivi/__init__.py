@@ -1,6 +1,7 @@
 """KIVI KV caches for MLX (arXiv:2402.02750): packed, attended on their codes, each byte audited."""
 
 from kivi.blas import BLAS  # first: it must run before mlx.core is loaded
+from kivi.open_files import OpenFilesError as OpenFilesError  # and this before mlx_lm
 
 # isort: split
 from kivi.accounting import CacheBytes

@@ -66,10 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and "KIVI_CACHE_DIR" not in os.environ:
         from kivi.models.embedded import cache_dir
 
-        shared = cache_dir() / "models"
-        shared.mkdir(parents=True, exist_ok=True)
         own = Path(tempfile.mkdtemp(prefix="kivi-tests-"))
-        (own / "models").symlink_to(shared)
+        for shared in (cache_dir() / "models", cache_dir() / "kernels"):
+            shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (own / shared.name).symlink_to(shared)
         os.environ["KIVI_CACHE_DIR"] = str(own)
         config.add_cleanup(lambda: shutil.rmtree(own))
 

@@ -7,12 +7,11 @@ times slower than plain MLX and no backend of its own.
 from __future__ import annotations
 
 import ctypes
-import getpass
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from kivi.backends import Name
 from kivi.backends.kernels.program import Grid, Launch, Program
+from kivi.models.embedded import cache_dir
 
 # -O1 compiles twice as fast as -O2 and runs nearly as fast; FORTIFY's longjmp refuses to change stacks.
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w")
@@ -57,10 +57,10 @@ class HostTarget:
         self.prelude = prelude
 
     def build(self, program: Program) -> Launch:
-        """Compile ``program``; libraries are kept in the temporary folder by the digest of their text.
+        """Compile ``program``; libraries are kept in the cache folder by the digest of their text.
 
         Raises:
-            RuntimeError: there is no C++ compiler, or it refused the program.
+            RuntimeError: there is no C++ compiler, it refused the program, or others may write to the folder.
         """
         library = _compile(program.name, self.translation_unit(program))
         run = ctypes.CDLL(str(library)).run
@@ -98,9 +98,21 @@ class HostTarget:
         )
 
 
+def _own_folder() -> Path:
+    """Return the folder of libraries, which are loaded as they are: nobody else may have put one there."""
+    folder = cache_dir() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RuntimeError(
+            f"{str(folder)!r} belongs to user {about.st_uid} with mode {stat.S_IMODE(about.st_mode):o}, so others may put code "
+            "there: remove it, or set KIVI_CACHE_DIR to a folder of your own"
+        )
+    return folder
+
+
 def _compile(name: str, text: str) -> Path:
-    folder = Path(tempfile.gettempdir()) / f"kivi-kernels-{getpass.getuser()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = _own_folder()
     digest = hashlib.sha256("\n".join([*FLAGS, text]).encode()).hexdigest()
     library = folder / f"{name}-{digest[:12]}.so"
     if library.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -17,13 +18,17 @@ import mlx.core as mx
 import numpy as np
 
 from kivi import BLAS, machine
+from kivi.files import write_whole
 from kivi.measure.arms import FULL, Arm, batch
 from kivi.measure.schedule import reference_blocks
 from kivi.models import LoadedModel
 
-LAYOUT = 1  # raise it when what is stored, or how it is computed, changes
+LAYOUT = 2  # raise it when what is stored, or how it is computed, changes
 FLOAT32 = 4  # bytes
 ABANDONED_S = 86_400
+DIGESTS = "digests.json"  # of an entry: the SHA-256 of each of its other files, by name
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,9 @@ class ReferenceStore:
     """What every cell of a model is measured against.
 
     An entry is found by content: weights, dtype, tokens, versions, device and BLAS. It appears by one rename, so that a
-    process that is killed leaves no half of one. Logits are 4 bytes x vocabulary a position (SmolLM2: 201 MB for 1,024
-    tokens); an entry that does not fit into ``max_bytes`` after the oldest entries are gone is computed anew each time.
+    process that is killed leaves no half of one; its digests are looked at each time, and what is damaged is computed anew.
+    Logits are 4 bytes x vocabulary a position (SmolLM2: 201 MB for 1,024 tokens); an entry that does not fit into
+    ``max_bytes`` after the oldest entries are gone is computed anew each time.
 
     Args:
         folder: Where entries are kept.
@@ -64,8 +70,7 @@ class ReferenceStore:
         The parts are those of :func:`~kivi.measure.schedule.reference_blocks`, one in memory at a time.
         """
         entry = self._entry("logits", model, np.asarray(tokens))
-        if entry.is_dir():
-            self._touch(entry)
+        if self._has(entry):
             for path in sorted(entry.glob("*.safetensors")):
                 yield _load(path)["logits"]
             return
@@ -91,8 +96,7 @@ class ReferenceStore:
             step: Called with the number of each decode step that is done.
         """
         entry = self._entry(f"trajectory-{steps}", model, np.asarray(prompts))
-        if entry.is_dir():
-            self._touch(entry)
+        if self._has(entry):
             stored = _load(entry / "trajectory.safetensors")
             return Trajectory(np.array(stored["tokens"], dtype=np.int64), np.array(stored["logits"]))
         arm = Arm(model, FULL)
@@ -125,8 +129,7 @@ class ReferenceStore:
             proceed: Makes the replies.
         """
         entry = self._entry(f"replies-{json.dumps(list(rules))}", model, np.asarray(prompts))
-        if entry.is_dir():
-            self._touch(entry)
+        if self._has(entry):
             stored = _load(entry / "replies.safetensors")
             logprobs: Any = stored["logprobs"].tolist()
             return [Reply(stored[f"{row:06d}"].tolist(), logprob) for row, logprob in enumerate(logprobs)]  # type: ignore[arg-type]
@@ -155,8 +158,20 @@ class ReferenceStore:
         self._used.add(name)
         return self._folder / name
 
-    def _touch(self, entry: Path) -> None:
+    def _has(self, entry: Path) -> bool:
+        """Return whether ``entry`` is there as it was written, used now; one that is damaged is removed."""
+        if not entry.is_dir():
+            return False
+        try:
+            written = json.loads((entry / DIGESTS).read_bytes())
+        except (OSError, ValueError):
+            written = None
+        if written != _digests(entry):
+            logger.warning("%s is damaged, its reference is computed anew", entry)
+            shutil.rmtree(entry, ignore_errors=True)
+            return False
         os.utime(entry)
+        return True
 
     def _make_room(self, size: int) -> bool:
         """Remove the entries that were not used for longest until ``size`` bytes fit; return whether they do."""
@@ -193,12 +208,24 @@ class _Draft:
 
     def __exit__(self, *error: object) -> None:
         if self.finished and not self._entry.exists():
+            write_whole(self.folder / DIGESTS, json.dumps(_digests(self.folder)))
             try:
                 self.folder.rename(self._entry)
                 return
             except OSError:  # another process was first with the same content
                 pass
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in ``folder`` but the digests themselves, by name, once they are on disk."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != DIGESTS:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _load(path: Path) -> dict[str, mx.array]:

@@ -98,6 +98,7 @@ def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str 
     check_model(name, revision)
     folder = _provide(name, revision)
     _check_folder(folder, name)
+    loaded = [_version(path) for path in _weight_files(folder)]
     try:
         model, config = load_weights(folder, lazy=True)
         tokenizer = load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id"))
@@ -108,12 +109,15 @@ def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str 
     if dtype != "stored":
         model = in_dtype(model, getattr(mx, dtype))
     mx.eval(model.parameters())
+    digest = weights_digest(folder)
+    if loaded != [_version(path) for path in _weight_files(folder)]:
+        raise ModelError(f"model {name!r}: its weights changed while they were loaded; load it again")
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=name,
         revision=_recorded_revision(name, revision),
-        weights_digest=weights_digest(folder),
+        weights_digest=digest,
         dtype=_describe_dtype(model),
         config=config,
         origin=origin,
@@ -178,18 +182,17 @@ def read_config(name: str = EMBEDDED, revision: str | None = None) -> dict[str, 
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 over names and contents of the safetensors files in ``folder``.
 
-    Hashing a large model takes seconds to minutes, so each file's digest is remembered by its path, size and time of
-    change, in the project's cache folder.
+    Hashing a large model takes seconds to minutes, so each file's digest is remembered by its path, size, times
+    and inode, in the project's cache folder. The time of change cannot be set, so a file that was changed has another.
     """
     memory = embedded.cache_dir() / "digests.json"
     memory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(memory.with_suffix(".lock")):
-        known: dict[str, str] = json.loads(memory.read_text()) if memory.exists() else {}
+        known = _known_digests(memory)
         total = hashlib.sha256()
         fresh = dict(known)
         for path in _weight_files(folder):
-            stat = path.stat()
-            key = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+            key = _version(path)
             if key not in fresh:
                 with path.open("rb") as file:
                     fresh[key] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -197,6 +200,21 @@ def weights_digest(folder: Path) -> str:
         if fresh != known:
             write_whole(memory, json.dumps(fresh, indent=0))
     return total.hexdigest()
+
+
+def _known_digests(memory: Path) -> dict[str, str]:
+    """Return what is remembered: nothing where the file is missing, empty or damaged, since hashing again mends it."""
+    try:
+        known = json.loads(memory.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _version(path: Path) -> str:
+    """Return what changes whenever the file's content does."""
+    stat = path.stat()
+    return f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}"
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -95,7 +95,7 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
         CellError: it failed, or ran past its deadline.
         StoreError: the result could not be kept.
     """
-    finished = None if refresh else store.read(cell.key, CellResult)
+    finished = None if refresh else store.read(cell.key, CellResult, cell.label)
     if finished is not None:
         _logger().info("%s: found, measured at %s", cell.label, finished.provenance.started)
         return Finished(finished, reused=True)
@@ -134,7 +134,7 @@ def run_throughput(
         StoreError: a result could not be kept.
     """
     key = throughput_key(cells)
-    timings = None if refresh else store.read(key, ThroughputResult)
+    timings = None if refresh else store.read(key, ThroughputResult, f"throughput of {label}")
     reused = timings is not None
     if timings is None:
         name = f"throughput of {label}"

@@ -1,12 +1,15 @@
 """The folder of finished results: one JSON file a result, found by its key.
 
-A file is there whole or not at all, whatever kills the process that writes it. What is in the folder and is not a result of
-the asked key is a miss with a warning, because measuring again mends it; what the operating system refuses is an error.
+A file is there whole or not at all, whatever kills the process that writes it, and begins with a checksum of the rest, but for
+those of version 0.1.0. What is in the folder and is not a result of the asked key, or not as it was written, is a miss with a
+warning, because measuring again mends it; what the operating system refuses is an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +22,8 @@ from kivi.measure.results import CellResult, Throughput
 from kivi.measure.sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
+
+CHECKSUM = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",\n')  # of the file without this line
 
 
 class StoreError(RuntimeError):
@@ -52,8 +57,13 @@ class ResultStore:
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
-    def read(self, key: str, kind: type[Result]) -> Result | None:
+    def read(self, key: str, kind: type[Result], label: str = "") -> Result | None:
         """Return the result called ``key``, or None when there is none, or none that can be used.
+
+        Args:
+            key: Its key.
+            kind: What it is.
+            label: What people call it, for the warning when it cannot be used.
 
         Raises:
             StoreError: the file is there and may not be read.
@@ -66,14 +76,16 @@ class ResultStore:
         except OSError as error:
             raise self._refused("read", error) from error
         try:
-            result = kind.model_validate_json(text)
+            result = kind.model_validate_json(checked(text))
+            if result.cell_key == key:
+                return result
+            problem = f"holds the result of another cell, {result.cell_key}"
+        except ChecksumError as error:
+            problem = str(error)
         except ValidationError as error:
-            logger.warning("%s is truncated or not a result of this version, measuring again: %s", path, _first(error))
-            return None
-        if result.cell_key != key:
-            logger.warning("%s holds the result of another cell, %s, measuring again", path, result.cell_key)
-            return None
-        return result
+            problem = f"is truncated or not a result of this version: {_first(error)}"
+        logger.warning("%s: %s %s; measuring again", label or key, path, problem)
+        return None
 
     def write(self, result: CellResult | ThroughputResult | Sensitivity | Candidate) -> Path:
         """Write ``result`` under its key, whole or not at all, replacing what was there.
@@ -83,7 +95,7 @@ class ResultStore:
         """
         path = self.path(result.cell_key)
         try:
-            write_whole(path, result.model_dump_json(indent=1))
+            write_whole(path, _with_checksum(result.model_dump_json(indent=1).encode()))
         except OSError as error:
             raise self._refused("written to", error) from error
         return path
@@ -93,6 +105,28 @@ class ResultStore:
             f"results folder {str(self.folder)!r} cannot be {verb}: {error.strerror or error}; "
             "free space, mend its permissions or choose another folder"
         )
+
+
+class ChecksumError(ValueError):
+    """A result file that is not as it was written."""
+
+
+def _with_checksum(content: bytes) -> bytes:
+    return b'{\n "sha256": "' + hashlib.sha256(content).hexdigest().encode() + b'",\n' + content.removeprefix(b"{\n")
+
+
+def checked(content: bytes) -> bytes:
+    """Return the result in a file's content, without its checksum; a file of version 0.1.0 has none.
+
+    Raises:
+        ChecksumError: the checksum is that of another content.
+    """
+    if (found := CHECKSUM.match(content)) is None:
+        return content
+    result = b"{\n" + content[found.end() :]
+    if hashlib.sha256(result).hexdigest().encode() != found.group(1):
+        raise ChecksumError("is not as it was written: its checksum is that of another content")
+    return result
 
 
 def _first(error: ValidationError) -> str:

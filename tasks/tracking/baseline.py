@@ -16,6 +16,7 @@ with itself, also where it was set or pinned since.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ from pydantic import Field, ValidationError
 from kivi.measure.results import CellResult
 from tasks.config import Config, Tolerances
 from tasks.judge.regression import Comparison, Pair, compare
-from tasks.run.night import AD_HOC, Night
+from tasks.run.night import AD_HOC, Night, digest
 from tasks.run.plan import content_hash
 from tasks.tracking.nights import BASELINE, GOOD, PIN, chosen_marks, find_cells, find_nights
 from tasks.tracking.runs import all_runs
@@ -41,6 +42,7 @@ from tasks.tracking.store import TrackingStore
 
 IDENTITY = "kivi.identity"
 RESULT_FILE = "result.json"
+SPACES = re.compile(r'("(?:[^"\\]|\\.)*")|\s+')  # outside of strings: the tag is the digest of the result without them
 CANDIDATES = 5  # good nights that are tried, when the result of the latest cannot be read
 
 
@@ -246,14 +248,16 @@ def read_result(store: TrackingStore, run: Run) -> CellResult:
     """Read a cell's result back from its run.
 
     Raises:
-        BaselineError: the file is missing, or not a result of this version.
+        BaselineError: the file is missing, not as it was logged, or not a result of this version.
     """
     where = f"{RESULT_FILE} of run {run.info.run_id}"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            file = store.client.download_artifacts(run.info.run_id, RESULT_FILE, folder)
-            return CellResult.model_validate_json(Path(file).read_bytes())
-    except (MlflowException, OSError) as error:
+            content = Path(store.client.download_artifacts(run.info.run_id, RESULT_FILE, folder)).read_text(encoding="utf-8")
+        if run.data.tags.get("kivi.result", "") != digest((SPACES.sub(r"\1", content),)):
+            raise BaselineError(f"{where} is not as it was logged: the run's tag kivi.result is the digest of another")
+        return CellResult.model_validate_json(content)
+    except (MlflowException, OSError, UnicodeDecodeError) as error:
         raise BaselineError(f"{where} cannot be read: {error}") from None
     except ValidationError as error:
         raise BaselineError(f"{where} is not a result of this version: {error.errors()[0]['msg']}") from None

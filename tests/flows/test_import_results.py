@@ -14,11 +14,21 @@ from flows.import_results import log_result, read_result
 from kivi.measure.backends.comparison import ComparisonResult
 from kivi.measure.results import CellResult
 from tasks.config import ConfigError
+from tasks.run.result_files import ResultStore
 
 TESTS = Path(__file__).parents[1]
 MEASURED = sorted((TESTS / "bench" / "results").glob("comparison_*.json"))
 SOON = datetime.now(UTC) + timedelta(hours=2)
 LATER = datetime.now(UTC) + timedelta(days=2)
+
+
+def test_a_file_of_the_results_folder_is_taken_as_it_was_written_only(tmp_path, make_result):
+    result = make_result()
+    path = ResultStore(tmp_path).write(result)
+    assert read_result(path) == result
+    path.write_bytes(path.read_bytes().replace(b'"flip_rate": 0.', b'"flip_rate": 0.0', 1))
+    with pytest.raises(ConfigError, match="not a cell's result: is not as it was written"):
+        read_result(path)
 
 
 @pytest.fixture

@@ -33,6 +33,22 @@ def run(source: str, x: np.ndarray, threads: int, headers: tuple[str, ...] = ())
     return np.array(out)
 
 
+@pytest.mark.parametrize("make", ["others may write", "another's"])
+def test_no_library_is_loaded_from_a_folder_that_others_may_write_to(monkeypatch, tmp_path, make) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    monkeypatch.setenv("KIVI_CACHE_DIR", str(tmp_path))
+    if make == "others may write":
+        folder.chmod(0o777)
+    else:
+        monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(
+        RuntimeError, match=r"kernels' belongs to user \d+ with mode 7.., so others may put code there: remove it"
+    ):
+        run("out[tid] = x[tid];", np.zeros(32, np.float32), threads=32)
+    assert not list(folder.iterdir())
+
+
 def test_lanes_exchange_within_their_simd_group() -> None:
     x = np.arange(128, dtype=np.float32)
     out = run("const uint i = group.x * 64 + tid; out[i] = lanes_sum(x[i]) + lane_xor(x[i], 1) * 1000;", x, threads=64)

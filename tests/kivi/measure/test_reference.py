@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,3 +105,46 @@ def test_a_trajectory_is_found_again(tiny: Tiny, tmp_path: Path) -> None:
     assert np.array_equal(first.logits, again.logits)
     assert first.tokens.shape == (2, 5)
     assert np.array_equal(first.logits.argmax(-1).T, first.tokens)
+
+
+def flip(content: bytes, at: int) -> bytes:
+    return content[: at // 8] + bytes([content[at // 8] ^ 1 << at % 8]) + content[at // 8 + 1 :]
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip_the_last_bit(file: Path) -> None:
+    file.write_bytes(flip(file.read_bytes(), 8 * file.stat().st_size - 1))
+
+
+@pytest.mark.parametrize("damage", [remove, truncate, flip_the_last_bit])
+@pytest.mark.parametrize("which", ["000000.safetensors", "digests.json"])
+def test_logits_that_were_damaged_are_computed_anew(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], which: str
+) -> None:
+    model = tiny()
+    computed = read(ReferenceStore(tmp_path, 10**9), model)
+    (entry,) = tmp_path.iterdir()
+    damage(entry / which)
+    assert np.array_equal(read(ReferenceStore(tmp_path, 10**9), model), computed)
+    assert f"{entry} is damaged, its reference is computed anew" in caplog.text
+    caplog.clear()
+    assert np.array_equal(read(ReferenceStore(tmp_path, 10**9), model), computed) and not caplog.text
+
+
+def test_no_bit_that_flips_in_a_trajectory_is_read(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny()
+    first = ReferenceStore(tmp_path, 10**9).trajectory(model, [TOKENS[:40]], 3, lambda _: None)
+    chosen = random.Random(0)  # noqa: S311  not for secrets
+    for _ in range(100):
+        (entry,) = tmp_path.iterdir()
+        file = chosen.choice(sorted(entry.iterdir()))
+        file.write_bytes(flip(file.read_bytes(), chosen.randrange(8 * file.stat().st_size)))
+        again = ReferenceStore(tmp_path, 10**9).trajectory(model, [TOKENS[:40]], 3, lambda _: None)
+        assert np.array_equal(again.tokens, first.tokens) and np.array_equal(again.logits, first.logits)

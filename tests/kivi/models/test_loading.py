@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx.nn.layers.base import Module
 
 from kivi.models import LoadedModel, ModelError, check_model, embedded, load_model, loading, weights_digest
 
@@ -292,6 +293,39 @@ def test_the_digest_follows_the_weights_and_is_remembered(
     mx.save_safetensors(str(folder / "model.safetensors"), {"a": mx.ones((4,))})
     assert weights_digest(folder) != first
     assert hashed == ["again"]
+
+
+def test_weights_that_were_changed_behind_size_and_time_have_another_digest(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KIVI_CACHE_DIR", str(tmp_path / "cache"))
+    first, weights = weights_digest(folder), folder / "model.safetensors"
+    stat, content = weights.stat(), weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert weights_digest(folder) != first
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> tuple[Module, dict[str, object]]:
+        (folder / "model.safetensors").touch()
+        return Module(), {}
+
+    monkeypatch.setattr(loading, "load_weights", load)
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *_, **__: None)
+    with pytest.raises(ModelError, match="its weights changed while they were loaded; load it again"):
+        load_model(str(folder), dtype="stored")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a', "\0"])
+def test_a_memory_of_digests_that_is_damaged_is_taken_as_empty(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    first = weights_digest(folder)
+    monkeypatch.setenv("KIVI_CACHE_DIR", str(tmp_path))
+    (tmp_path / "digests.json").write_text(content)
+    assert weights_digest(folder) == first
 
 
 def test_a_cache_folder_that_cannot_be_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

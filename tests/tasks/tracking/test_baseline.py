@@ -19,6 +19,7 @@ from tasks.tracking.baseline import (
     mark_good,
     marked_nights,
     pin_baseline,
+    read_result,
     serving_cells,
     set_baseline,
     unpin,
@@ -217,6 +218,20 @@ def test_a_result_that_cannot_be_read_is_passed_over_with_a_note(store, night_of
     assert names == ["the last good night 2026-11-01"]
     assert len(comparison.notes) == 1
     assert comparison.notes[0].startswith("the last good night 2026-11-02 is passed over: result.json of run ")
+
+
+def test_a_result_that_was_edited_is_passed_over_with_a_note(store, night_of):
+    log(store, night_of(1))
+    parent = log(store, night_of(2))
+    (cell,) = store.client.search_runs([store.experiment_id], f"tags.mlflow.parentRunId = '{parent}'")
+    better = read_result(store, cell)
+    better = better.model_copy(update={"quality": better.quality.model_copy(update={"kl_mean": better.quality.kl_mean * 2})})
+    store.client.log_text(cell.info.run_id, better.model_dump_json(indent=2), "result.json")
+    names, comparison = against(store, night_of(3))
+    assert names == ["the last good night 2026-11-01"]
+    (note,) = comparison.notes
+    assert note.startswith("the last good night 2026-11-02 is passed over: result.json of run ")
+    assert note.endswith(" is not as it was logged: the run's tag kivi.result is the digest of another")
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["deleted", "collected"])
