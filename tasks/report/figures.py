@@ -19,6 +19,7 @@ INK = "#010203"  # a colour that nothing else has, replaced by currentColor
 # Okabe and Ito's palette without black and yellow: told apart with colour blindness and on light and dark alike.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7")
 MARKERS = "osD^vP*X"
+FAMILY_COLOURS = {"full": INK, "mlx-quantized": PALETTE[3], "kivi-roundtrip": PALETTE[5], "kivi": PALETTE[0]}
 STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -52,8 +53,8 @@ def step_figure(results: Sequence[CellResult]) -> str:
     """Return teacher-forced KL and logit cosine by decode step, one line a cell."""
     figure, (kl, cosine) = new_figure(3.4, 2)
     for index, result in enumerate(results):
-        _curve(kl, result.generation.step_kl, result.spec.slug, index)
-        _curve(cosine, result.generation.logit_cosine, result.spec.slug, index)
+        _curve(kl, result.generation.step_kl, result.spec.text, index)
+        _curve(cosine, result.generation.logit_cosine, result.spec.text, index)
     log_scale(kl, (value for result in results for value in result.generation.step_kl))
     name_axes(kl, "KL from the full cache", "decode step", "nats")
     name_axes(cosine, "cosine of the logits", "decode step", "")
@@ -68,7 +69,7 @@ def depth_figure(results: Sequence[CellResult]) -> str:
     for index, result in enumerate(results):
         buckets = result.quality.by_depth
         middles = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
-        axes.plot(middles, [bucket.kl_mean for bucket in buckets], label=result.spec.slug, **line_style(index), markersize=4)
+        axes.plot(middles, [bucket.kl_mean for bucket in buckets], label=result.spec.text, **line_style(index), markersize=4)
     log_scale(axes, (bucket.kl_mean for result in results for bucket in result.quality.by_depth))
     name_axes(axes, "KL from the full cache by position", "position", "nats")
     legend_below(figure, axes)
@@ -77,21 +78,38 @@ def depth_figure(results: Sequence[CellResult]) -> str:
 
 @mpl.rc_context(STYLE)
 def pareto_figure(results: Sequence[CellResult]) -> str:
-    """Return resident bytes a token against mean KL, one point a cell; down and left is better."""
-    figure, (axes,) = new_figure(3.8)
-    for index, result in enumerate(results):
-        quality, interval = result.quality, result.quality.kl_interval
-        style = line_style(index)
-        point = (result.memory.bytes_per_token, quality.kl_mean)
-        axes.plot(*point, label=result.spec.slug, **{**style, "linestyle": "none"}, markersize=7)
+    """Return bytes a token against mean KL, one labelled point a cell, and each family's Pareto front.
+
+    Bytes are those counted at 4,096 tokens, or of this run where a result has none. Down and left is better.
+    """
+    figure, (axes,) = new_figure(4.2)
+    counted = all(result.memory.bytes_per_token_4096 for result in results)
+    families: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        quality, interval, memory = result.quality, result.quality.kl_interval, result.memory
+        colour = FAMILY_COLOURS[result.spec.kind]
+        weight = memory.bytes_per_token_4096 if counted else None
+        point = (weight or memory.bytes_per_token, quality.kl_mean)
+        families.setdefault(result.spec.kind, []).append(point)
+        axes.plot(*point, "o", color=colour, markersize=5)
+        name = result.spec.model_copy(update={"backend": "auto"}).text
+        axes.annotate(visible(name), point, xytext=(6, 3), textcoords="offset points", fontsize=7, color=INK)
         if interval is not None:
-            axes.vlines(point[0], interval.low, interval.high, color=style["color"], linewidth=1)
+            axes.vlines(point[0], interval.low, interval.high, color=colour, linewidth=1)
+    for kind, points in families.items():
+        front = [one for one in sorted(points) if not any(_beats(rival, one) for rival in points)]
+        axes.plot(*zip(*front, strict=True), color=FAMILY_COLOURS[kind], linewidth=1)
+    axes.margins(x=0.15)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     log_scale(axes, (result.quality.kl_mean for result in results))
-    name_axes(axes, "memory against quality (down and left is better)", "resident bytes a token, all layers", "mean KL, nats")
-    legend_below(figure, axes)
+    where = "counted at 4,096 tokens" if counted else "resident"
+    name_axes(axes, "memory against quality (down and left is better)", f"bytes a token, all layers, {where}", "mean KL, nats")
     return svg(figure)
+
+
+def _beats(rival: tuple[float, float], point: tuple[float, float]) -> bool:
+    return rival != point and rival[0] <= point[0] and rival[1] <= point[1]
 
 
 def new_figure(height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:

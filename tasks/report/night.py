@@ -26,7 +26,7 @@ from tasks.judge.gate import Verdict
 from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.figures import depth_figure, panel_title, pareto_figure, step_figure
 from tasks.report.provenance import facts
-from tasks.report.table import ANSWERS_LEGEND, LEGEND, Row, columns, heading, rows, show_seconds, tier_bounds
+from tasks.report.table import ANSWERS_LEGEND, HEADINGS, LEGEND, Row, columns, heading, rows, show_seconds, tier_bounds
 from tasks.run.night import Night
 from tasks.run.result_files import StoreError
 from tasks.sanitize import markdown, visible
@@ -94,6 +94,7 @@ def build_report(
     content: dict[str, Any] = {
         "night": night,
         "verdict": verdict,
+        "broken": HEADINGS._asdict(),
         "headings": {name: heading(name) for name in Row._fields},
         "columns": shown,
         "rows": [line._asdict() for line in lines],
