@@ -38,7 +38,10 @@ def fit(
     device: Annotated[str | None, typer.Option(help="cpu or gpu; where MLX runs here by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what fits into a memory without running the model: weights, cache, peak of a prefill, longest context."""
+    """Say what fits into a memory without running the model: weights, cache, peak of a prefill, longest context.
+
+    Example: kivi fit mlx-community/Llama-3.1-8B-Instruct-4bit --memory 12GB
+    """
     with sentences():
         from kivi.fit import Device, FitError, read_bytes
         from kivi.fit import fit as answer

@@ -37,7 +37,10 @@ def tune(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Find the KV cache for a model: the smallest of each tier, or the best within a budget."""
+    """Find the KV cache for a model: the smallest of each tier, or the best within a budget.
+
+    Example: kivi tune embedded
+    """
     with sentences():
         from flows.cli.results import finish
         from flows.tune import require_tunable
