@@ -85,7 +85,7 @@ def _show(console: Console, found: Fit) -> None:
         )
         for row in found.rows
     ]
-    console.print(table(title, HEADER, rows, numbers=HEADER[1:]))
+    console.print(table(title, HEADER, rows, numbers=HEADER[1:], section=lambda row: row[0].partition(":")[0]))
     print_line(console, "bytes: exact, of the cache after the prompt; peak: estimated, weights included")
     if too_large := [row.spec.text for row in found.rows if not row.fits]:
         print_line(console, f"does not fit: {', '.join(too_large)}")

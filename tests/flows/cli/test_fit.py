@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ def test_a_config_is_enough(llama: Path) -> None:
     recommended = rows["kivi-k4v3-g64-r128-s64-hkv-auto"]
     assert recommended["longest_context"] > rows["full"]["longest_context"]
     assert rows["full"]["peak_bytes"] > recommended["peak_bytes"] > found["weight_bytes"] + recommended["cache_bytes"]
+
+
+def test_readme_says_the_bytes_that_are_counted(llama: Path) -> None:
+    rows = answer(llama, "--memory", "24GB", "--context", 32_768)["rows"]
+    counted = {CacheSpec(**row["spec"]).text: f"{row['cache_bytes'] / 1e9:.2f}" for row in rows}
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    listed = re.findall(r"^\| [a-z ]+ \| `(kivi:\S+)` \| ([\d.]+) \|", readme, re.MULTILINE)
+    assert len(listed) == 3 and listed == [(text, counted[text]) for text, _ in listed]
+    assert f"The full cache takes {counted['full']} GB." in readme
 
 
 def test_the_table_fits_80_columns_and_says_what_does_not_fit(llama: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
+from kivi.cache.single import KIVICache
+from kivi.footprint import prefill_calls
 from kivi.measure.arms import Arm
 from kivi.measure.memory import cache_bytes, counted_bytes_per_token
 from kivi.models import LoadedModel
@@ -40,6 +42,15 @@ def test_counted_bytes_are_those_of_live_arrays_at_4096_tokens(spec: str, tiny: 
     model = tiny(num_hidden_layers=2, head_dim=64)
     counted = counted_bytes_per_token(prefilled(model, spec, 300, rows=2).caches, 4096)
     assert counted == live_bytes(prefilled(model, spec, 4096)) / 4096
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=2,backend=mlx", "kivi:k4v3,g64,s64,mlx"])
+def test_counted_bytes_have_the_room_that_codes_of_a_long_prompt_grow_by(spec: str) -> None:
+    short, long = KIVICache(CacheSpec.parse(spec)), KIVICache(CacheSpec.parse(spec))
+    for cache, calls in ((short, [1]), (long, prefill_calls(32_768))):
+        for tokens in calls:
+            cache.update_and_fetch(*mx.zeros((2, 1, 1, tokens, 32), mx.float16))
+    assert counted_bytes_per_token([short], 32_768) == cache_bytes(long).resident / 32_768
 
 
 @pytest.mark.parametrize("spec", ["full", "kivi:bits=2,backend=mlx"])
