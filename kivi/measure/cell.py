@@ -87,7 +87,7 @@ def measure_cell(
             )
     with clock.part("audit"):
         share, itemsize = _full_token(model)
-        audit = audit_cell(arm, scores, growth)
+        audit = audit_cell(arm, scores, growth, compared=settings.generation.context + steps - 1)
     return CellResult(
         cell_key=cell_key,
         quality=figures,

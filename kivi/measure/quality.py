@@ -68,10 +68,13 @@ def score(
     control alone is scored, in place of the packed layers: the quantiser's error in a fraction of the time on a CPU.
 
     Raises:
-        MeasureError: the sequences are too short for the spec, or logits are not finite; it names the position.
+        MeasureError: no layer is quantised, the sequences are too short for the spec, or logits are not finite; it names the
+            position.
     """
     length = len(sequences[0]) - 1
     layers = Arm(model, spec).layers
+    if spec.kind != "full" and not layers:
+        raise MeasureError(f"{spec.slug}: nothing would be tested: every layer keeps full precision; measure `full` instead")
     first = first_visible(layers)
     _require_coverage(first, length, spec)
     rows = [

@@ -27,6 +27,8 @@ METRICS = {
     "decode_ratio": "throughput.decode_ratio",
 }
 
+QUALITY = ("quality.", "generation.", "answers.")  # the families that say how near the full cache it is
+
 PASSED, FAILED = "kivi.gate.passed", "kivi.gate.failed"  # Prefect's events
 REASONS = 20  # in the event; the report has all
 
@@ -92,9 +94,10 @@ def judge(night: Night, config: NightlyConfig, comparison: Comparison | None = N
         comparison: The night beside earlier ones; each regression in it does not pass.
     """
     comparison = comparison or Comparison()
-    checks, standings = [], {}
+    checks, standings, notes = [], {}, list(comparison.notes)
     for outcome in night.outcomes:
         thresholds = config.thresholds_for(outcome.cell.spec.slug)
+        notes += _notes(outcome, thresholds.limits)
         checks += list(_check(outcome, thresholds.limits))
         if outcome.result is not None:
             quality = outcome.result.quality
@@ -105,7 +108,7 @@ def judge(night: Night, config: NightlyConfig, comparison: Comparison | None = N
         passed=bool(checks) and not reasons,
         reasons=reasons,
         checks=tuple(checks),
-        comparison=comparison,
+        comparison=comparison.model_copy(update={"notes": tuple(notes)}),
         standings=standings,
     )
 
@@ -147,6 +150,17 @@ def _check(outcome: Outcome, limits: Mapping[str, float]) -> Iterator[Check]:
     values = dict(metric_values(outcome.result))
     for name, limit in limits.items():
         yield _check_limit(label, key, fields[METRICS[name]], values.get(METRICS[name]), limit)
+
+
+def _notes(outcome: Outcome, limits: Mapping[str, float]) -> Iterator[str]:
+    """Yield what a pass of this cell does not say: that its quality has no limit, and what its audit warns of."""
+    if outcome.result is None:
+        return
+    if not any(METRICS[name].startswith(QUALITY) for name in limits):
+        yield f"{outcome.cell.label} has no limit of quality, so any passes: set one under thresholds"
+    for finding in outcome.result.audit.findings:
+        if finding.severity == "warning":
+            yield f"{outcome.cell.label}: {finding.evidence}"
 
 
 def _check_audit(label: str, result: CellResult) -> Check:

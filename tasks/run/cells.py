@@ -100,6 +100,10 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
         _logger().info("%s: found, measured at %s", cell.label, finished.provenance.started)
         return Finished(finished, reused=True)
     with _measuring(cell.label, cell.key, cell.model, cell.settings.deadline_s) as (model, monitor):
+        finished = None if refresh else store.read(cell.key, CellResult)  # another run may have measured it meanwhile
+        if finished is not None:
+            _logger().info("%s: found after the wait, measured at %s", cell.label, finished.provenance.started)
+            return Finished(finished, reused=True)
         result = measure_cell(
             model,
             prompts.texts(model.tokenizer),
@@ -134,18 +138,21 @@ def run_throughput(
         StoreError: a result could not be kept.
     """
     key = throughput_key(cells)
-    timings = None if refresh else store.read(key, ThroughputResult, f"throughput of {label}")
+    name = f"throughput of {label}"
+    timings = None if refresh else store.read(key, ThroughputResult, name)
     reused = timings is not None
     if timings is None:
-        name = f"throughput of {label}"
         deadline_s = sum(cell.settings.deadline_s for cell in cells)
         with _measuring(name, key, cells[0].model, deadline_s) as (model, monitor):
-            settings = cells[0].settings
-            specs = [cell.spec for cell in cells]
-            texts = prompts.texts(model.tokenizer)
-            arms = measure_throughput(model, texts, specs, settings.throughput, monitor=monitor, seed=settings.seed)
-        timings = ThroughputResult(cell_key=key, arms=arms)
-        store.write(timings)
+            timings = None if refresh else store.read(key, ThroughputResult)  # as a cell's result
+            reused = timings is not None
+            if timings is None:
+                settings = cells[0].settings
+                specs = [cell.spec for cell in cells]
+                texts = prompts.texts(model.tokenizer)
+                arms = measure_throughput(model, texts, specs, settings.throughput, monitor=monitor, seed=settings.seed)
+                timings = ThroughputResult(cell_key=key, arms=arms)
+                store.write(timings)
     return _merge(cells, timings, store, reused)
 
 

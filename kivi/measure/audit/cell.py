@@ -28,13 +28,14 @@ GROWTH_SLACK = 0.05
 PAGE_BYTES = 16_384  # what an allocator may round an array up to
 
 
-def audit_cell(arm: Arm, scores: Scores, growth: int) -> Audit:
+def audit_cell(arm: Arm, scores: Scores, growth: int, compared: int) -> Audit:
     """Audit the caches of ``arm`` after its generation.
 
     Args:
         arm: The arm, with its caches as they were left.
         scores: The scored positions of the same spec.
         growth: Bytes by which MLX's active memory grew since before the caches were made.
+        compared: Tokens a row that were fed when the generation's last logits were compared.
     """
     layers = [cache_bytes(cache) for cache in arm.caches]
     total = sum_bytes(layers)
@@ -43,6 +44,7 @@ def audit_cell(arm: Arm, scores: Scores, growth: int) -> Audit:
         *_byte_accounting(arm.caches, layers),
         *_active_memory(arm.caches, total, growth),
         *_zero_guard(arm, scores),
+        *_generation(scores, compared),
     ]
     passed = not any(finding.severity == "error" for finding in findings)
     return Audit(passed=passed, findings=findings, bytes=total)
@@ -100,3 +102,12 @@ def _zero_guard(arm: Arm, scores: Scores) -> Iterator[Finding]:
             f"the quantiser never ran: over {kl.size} positions that should see quantised keys the largest KL is "
             f"{kl.max():.2g} and no token flips",
         )
+
+
+def _generation(scores: Scores, compared: int) -> Iterator[Finding]:
+    if compared <= scores.first:
+        evidence = (
+            f"no step of the generation sees a quantised key: it ends after {compared} tokens, and the first key is quantised "
+            f"for token {scores.first + 1}; make measure.generation's context longer"
+        )
+        yield Finding(name="generation", severity="warning", evidence=evidence)

@@ -163,7 +163,7 @@ def test_a_cache_that_does_not_account_its_window_is_caught(measure: Measure, mo
 def audited(arm: Arm, growth: int = 0) -> set[str]:
     """Return the errors that the audit finds in an arm were its logits as they should be."""
     some = np.ones((1, 128), np.float32)
-    audit = audit_cell(arm, Scores(first=63, kl=some, flips=some, loss=some, loss_full=some), growth)
+    audit = audit_cell(arm, Scores(first=63, kl=some, flips=some, loss=some, loss_full=some), growth, compared=64)
     assert audit.passed == (not audit.findings)
     return {finding.name for finding in audit.findings}
 
@@ -195,6 +195,26 @@ def test_a_cell_whose_texts_are_too_short_says_how_much_is_missing(measure: Meas
     settings = small.model_copy(update={"score": ScoreSettings(sequences=100, length=128)})
     with pytest.raises(MeasureError, match="100 sequences of 129 tokens need 12900 tokens, the 12 texts have"):
         measure(PACKED, settings=settings)
+
+
+def test_a_spec_whose_every_layer_is_full_is_no_measurement_of_it(measure: Measure) -> None:
+    layers = {str(layer): {"kind": "full"} for layer in range(3)}
+    spec = CacheSpec.model_validate({"kind": "kivi", "key_bits": 2, "value_bits": 2, "backend": "mlx", "layers": layers})
+    with pytest.raises(MeasureError, match="nothing would be tested: every layer keeps full precision; measure `full` instead"):
+        measure(spec)
+
+
+def test_a_generation_without_a_quantised_key_says_so(measure: Measure, small: MeasureSettings) -> None:
+    spec = CacheSpec.parse("kivi:bits=2,residual=32,backend=mlx")
+    short = small.model_copy(update={"generation": GenerationSettings(continuations=1, context=60, steps=4)})
+    (finding,) = (finding for finding in measure(spec, settings=short).audit.findings if finding.name == "generation")
+    assert (finding.severity, finding.evidence) == (
+        "warning",
+        "no step of the generation sees a quantised key: it ends after 63 tokens, and the first key is quantised for token 64; "
+        "make measure.generation's context longer",
+    )
+    enough = small.model_copy(update={"generation": GenerationSettings(continuations=1, context=61, steps=4)})
+    assert not [finding for finding in measure(spec, settings=enough).audit.findings if finding.name == "generation"]
 
 
 def test_no_more_is_measured_than_the_model_was_made_for(measure: Measure, tiny: Tiny) -> None:

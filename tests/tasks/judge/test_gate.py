@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from kivi.measure.results import Finding
 from tasks.config import NightlyConfig, Thresholds
 from tasks.judge.gate import METRICS, judge
 
@@ -41,6 +42,24 @@ def test_higher_is_better_fails_below_its_limit(make_result, make_night):
     config = NightlyConfig(specs=("full",), thresholds={"kivi*": Thresholds(compression=5.0)})
     verdict = judge(make_night(make_result()), config)
     assert [reason.split(": ")[1] for reason in verdict.reasons] == ["memory.compression is 3.33333, below the limit of 5"]
+
+
+def test_a_pass_without_a_limit_of_quality_says_so(make_result, make_night):
+    config = NightlyConfig(specs=("full",), thresholds={"*": Thresholds(compression=1.0)})
+    spec = "kivi:key_bits=8,value_bits=2,backend=mlx"
+    verdict = judge(make_night(make_result(spec), make_result()), config)
+    assert verdict.passed
+    assert verdict.comparison.notes == (
+        "kivi-k8v2-g32-r128-mlx on embedded × humaneval has no limit of quality, so any passes: set one under thresholds",
+    )
+
+
+def test_a_pass_says_what_the_audit_warns_of(make_result, make_night, config):
+    result = make_result()
+    audit = result.audit.model_copy(update={"findings": [Finding(name="x", severity="warning", evidence="nothing was seen")]})
+    verdict = judge(make_night(result.model_copy(update={"audit": audit})), config)
+    assert verdict.passed
+    assert verdict.comparison.notes == ("kivi-roundtrip-k4v4-g32-r128-mlx on embedded × humaneval: nothing was seen",)
 
 
 def test_a_failed_cell_is_never_a_pass(make_result, make_night, config):

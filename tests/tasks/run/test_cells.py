@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from prefect.futures import wait
 from kivi.measure.results import CellResult, metric_values
 from tasks.config import ModelConfig, NightlyConfig
 from tasks.prompts.prompt_sets import PromptSet, load_prompt_set
+from tasks.run.accelerator import accelerator
 from tasks.run.cells import CellError, loaded_model, run_cell, run_throughput, watch
 from tasks.run.plan import Cell, identify, plan
 from tasks.run.result_files import ResultStore, ThroughputResult
@@ -78,6 +81,24 @@ def test_a_cell_asks_the_questions_of_its_prompt_set(tiny_models: Any, tmp_path:
     assert [one.expected for one in result.answers.answers] == ["0", "1", "2"]
     assert dict(metric_values(result))["answers.accuracy_full"] == result.answers.accuracy_full
     assert store.read(result.cell_key, CellResult) == result
+
+
+def test_a_cell_that_was_measured_while_another_waited_for_the_accelerator_is_found(
+    tiny_models: Any, story: PromptSet, store: ResultStore, tmp_path: Path, caplog: Any
+) -> None:
+    cell = cells_of(tiny_models(0), story)[1]
+    first = run_cell.fn(cell, story, store).result
+    store.path(cell.key).unlink()
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor() as threads:
+        with accelerator("the same cell elsewhere", log=str):
+            waiting = threads.submit(run_cell.fn, cell, story, store)
+            until = time.monotonic() + 30
+            while "waits for the accelerator" not in caplog.text:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            store.write(first)
+        again = waiting.result(60)
+    assert again.reused and again.result == first
 
 
 def test_a_truncated_result_is_measured_again(tiny_models: Any, story: PromptSet, store: ResultStore, caplog: Any) -> None:
