@@ -13,6 +13,7 @@ from flows.results import Checked, final_state
 from kivi.backends import resolve
 from kivi.measure.audit import subject_of
 from kivi.models import check_model
+from tasks.prompts.prompt_sets import load_prompt_set
 from tasks.run.audit import EXPERIMENT, AuditConfig, log_audit, measure_audit, publish_audit
 from tasks.run.cells import watch
 from tasks.tracking.store import writer
@@ -40,8 +41,9 @@ def audit(config: AuditConfig, tracking_dir: Path = Path("mlruns")) -> State[Che
 
 
 def require_auditable(config: AuditConfig) -> None:
-    """Raise unless the cache counts its bytes, and its backend and the model are there."""
+    """Raise unless the cache counts its bytes, and its backend, the model and the prompts are there."""
     subject_of(config.spec, heads=1, head_dim=8)
     resolve(config.spec.backend)
     if config.model is not None and config.needs_model:
         check_model(config.model.name, config.model.revision)
+        load_prompt_set(config.prompts)

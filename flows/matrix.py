@@ -18,8 +18,10 @@ from flows.fan_out import Dispatch, FannedOut
 from flows.log_and_judge import log_and_judge
 from flows.progress import listener
 from flows.results import NightResult, final_state
-from kivi.models import check_model
-from tasks.config import ModelConfig, NightlyConfig
+from kivi.measure import MeasureError
+from kivi.measure.sequences import TokenStream, require_tokens
+from kivi.models import check_model, local_tokenizer
+from tasks.config import ConfigError, ModelConfig, NightlyConfig
 from tasks.paths import RESULTS
 from tasks.prompts.prompt_sets import PromptSet, load_prompt_set
 from tasks.run.cells import CellError, loaded_model, run_cell, run_throughput, throughput_key, watch
@@ -83,6 +85,25 @@ def require_runnable(config: NightlyConfig) -> None:
     resolve_specs(config)
     for model in config.models:
         check_model(model.name, model.revision)
+
+
+def require_text(config: NightlyConfig) -> None:
+    """Raise unless each prompt set can be read and is long enough for what is measured on it, as each model here counts it.
+
+    Raises:
+        PromptSetError: a set cannot be read.
+        ConfigError: it is too short.
+    """
+    for given in config.prompt_sets:
+        prompts, settings = load_prompt_set(given), config.settings_for(given)
+        for model in config.models:
+            tokenizer = local_tokenizer(model.name, model.revision)
+            if tokenizer is None:
+                continue
+            try:
+                require_tokens(TokenStream(tokenizer, prompts.texts(tokenizer)), settings)
+            except MeasureError as error:
+                raise ConfigError(f"prompt set {prompts.name!r} with model {model.name!r}: {error}") from None
 
 
 def measure(

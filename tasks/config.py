@@ -192,6 +192,8 @@ DEFAULT_THRESHOLDS: dict[str, Thresholds] = {
 
 def _read_model(value: Any) -> Any:
     if isinstance(value, str):
+        if Path(value).is_dir():  # whatever its path holds
+            return {"name": value}
         name, _, revision = value.partition("@")
         return {"name": name, "revision": revision or None}
     return value

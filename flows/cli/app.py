@@ -196,12 +196,13 @@ def ui(
 
 
 def _check(matrix: NightlyConfig, tracking_dir: Path) -> None:
-    """Raise before anything is started when a backend or a model is missing, or no store could be used."""
-    from flows.matrix import require_runnable
+    """Raise before anything is started when a backend, a model or text is missing, or no store could be used."""
+    from flows.matrix import require_runnable, require_text
     from tasks.tracking.store import require_usable
 
     require_usable(tracking_dir)
     require_runnable(matrix)
+    require_text(matrix)
 
 
 # Prefect's own lines would bury the table; what the project's code logs is shown by flows.cli.progress.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kivi.measure import MeasureError
+from kivi.measure.settings import MeasureSettings
 
 SEPARATOR = "\n\n"
 SPREAD = 262_144  # tokens that prompts are spread over where a set has more, so that a large one costs no more than they do
@@ -75,6 +76,18 @@ class TokenStream:
             )
         starts = [room * index // max(1, count - 1) for index in range(count)]
         return [self._start + self._tokens[start : start + taken] for start in starts]
+
+
+def require_tokens(stream: TokenStream, settings: MeasureSettings) -> None:
+    """Raise unless ``stream`` has what a cell and its timing cut from it.
+
+    Raises:
+        MeasureError: the texts are too short.
+    """
+    stream.pack(settings.score.sequences, settings.score.length + 1)
+    stream.windows(settings.generation.continuations, settings.generation.context)
+    for context in settings.throughput.contexts:
+        stream.windows(settings.throughput.rounds + 1, context)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

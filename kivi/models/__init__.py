@@ -7,6 +7,7 @@ from kivi.models.loading import (
     Origin,
     check_model,
     load_model,
+    local_tokenizer,
     weights_digest,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "Origin",
     "check_model",
     "load_model",
+    "local_tokenizer",
     "weights_digest",
 ]

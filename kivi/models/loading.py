@@ -124,6 +124,23 @@ def load_model(name: str = EMBEDDED, *, revision: str | None = None, dtype: str 
     )
 
 
+def local_tokenizer(name: str, revision: str | None = None) -> Any:
+    """Return the tokenizer of a model that is on this machine; None where it would have to be downloaded first.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded.
+    """
+    try:
+        hub = name != EMBEDDED and not Path(name).is_dir()
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True)) if hub else _provide(name, revision)
+    except LocalEntryNotFoundError:
+        return None
+    try:
+        return load_tokenizer(folder, {"trust_remote_code": False})
+    except Exception as error:  # transformers raises whatever its parsers do
+        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {_one_line(error)}") from error
+
+
 def check_model(name: str = EMBEDDED, revision: str | None = None) -> None:
     """Find out in a moment whether :func:`load_model` can succeed; nothing is downloaded or converted.
 

@@ -21,6 +21,13 @@ def tokenizer() -> Any:
     return load_model().tokenizer
 
 
+def test_a_folder_that_exists_is_a_folder_whatever_its_path_holds(tmp_path):
+    folder = tmp_path / "model@v1"
+    folder.mkdir()
+    config = NightlyConfig(specs=["full"], models=[str(folder), "org/name@abc"])
+    assert [(model.name, model.revision) for model in config.models] == [(str(folder), None), ("org/name", "abc")]
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_loads_and_its_texts_are_long_enough(path: Path, tokenizer: Any) -> None:
     config = load_config(path)

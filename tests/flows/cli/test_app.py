@@ -27,6 +27,11 @@ from tasks.tracking.store import writer
 LONG = "x" * 256  # a name of more bytes than a file's can have
 
 
+BOMB = "\n".join(
+    ["a0: &a0 [full, full]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(7)), "specs: *a7"]
+)
+
+
 def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -71,6 +76,14 @@ def result_file(tmp_path, make_result):
         ("specs: [full]\nmodels: [/no/such/folder]", "model '/no/such/folder': neither"),
         ("specs: [full]\nmodels: [org/name]", "pin a commit"),
         ("specs: [full]\nprompt_sets: [{source: rows.jsonl}]", "needs column, template or messages"),
+        (BOMB, "not YAML: more than 100,000 values, aliases written out"),
+        ("specs: [full]\nprompt_sets: [{source: rows.jsonl, column: text}]", "'rows.jsonl' does not exist"),
+        ("specs: [full]\nprompt_sets: [{source: /dev/null/rows.jsonl, column: text}]", "does not exist"),
+        ("specs: [full]\nprompt_sets: [{source: retrieval, column: prompt}]", "no column 'prompt'; there are"),
+        (
+            "specs: [full]\nprompt_sets: [{source: humaneval, limit: 1}]\nmeasure: {score: {length: 2048}}",
+            "prompt set 'humaneval' with model 'embedded': 1 sequences of 2049 tokens need",
+        ),
     ],
 )
 def test_a_bad_matrix_is_one_sentence_and_exit_code_2(matrix, tmp_path, text, sentence):
