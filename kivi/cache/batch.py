@@ -152,6 +152,9 @@ class BatchKIVICache(PackedCache):
     def trim(self, n: int) -> int:
         """Forget the newest ``n`` columns of every row as :meth:`KIVICache.trim` does, and return how many were forgotten.
 
+        A row that loses all its tokens is an empty one: its next token is its first, where mlx-lm's ``BatchKVCache`` takes what
+        comes next for padding.
+
         Raises:
             ValueError: the batch is in the middle of a padded prompt, whose newest columns need not be tokens.
         """
@@ -161,7 +164,7 @@ class BatchKIVICache(PackedCache):
         for row in rows:
             row.trim(n)
         trimmed = self.merge(rows)
-        self._padding.width -= n
+        self._padding.trim(n)
         trimmed._padding = self._padding
         self.__dict__.update(vars(trimmed))
         return n

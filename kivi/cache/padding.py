@@ -80,6 +80,11 @@ class Padding:
         if self.to_come is not None:
             raise ValueError(f"a batch in the middle of a padded prompt cannot be {what}: call finalize() first")
 
+    def trim(self, n: int) -> None:
+        """Forget the newest ``n`` columns; padding among them does not come again, padding that is to come still does."""
+        before, self.width = self.width, self.width - n
+        self.left = [left if left > before else min(left, self.width) for left in self.left]
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keep ``rows`` in this order, and no more padding than they need."""
         self.right = [self.right[row] for row in rows]

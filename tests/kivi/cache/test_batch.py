@@ -86,6 +86,15 @@ class Side:
         for _ in range(steps):
             self.call([1] * len(self.singles), 1, padded=False)
 
+    def trim(self, n):
+        assert self.batch.trim(n) == self.mlx_lm.trim(n) == n
+        for single in self.singles:
+            single.trim(n)
+        # mlx-lm takes the next tokens of a row that lost all of its own for padding; here an empty row is meant
+        self.mlx_lm.left_padding = mx.minimum(self.mlx_lm.left_padding, self.mlx_lm.size())
+        self.mlx_lm.offset = mx.maximum(self.mlx_lm.offset, 0)
+        assert mx.array_equal(self.batch.offset, self.mlx_lm.offset)
+
     def filter(self, rows):
         self.singles = [self.singles[row] for row in rows]
         self.batch.filter(rows)
@@ -172,7 +181,9 @@ def test_whatever_happens_rows_equal_their_sequences_alone(data):
         return side
 
     side = newcomers()
-    for action in data.draw(st.lists(st.sampled_from(["decode", "filter", "extend", "copy"]), max_size=5), label="actions"):
+    for action in data.draw(
+        st.lists(st.sampled_from(["decode", "filter", "extend", "copy", "trim", "prompt"]), max_size=6), label="actions"
+    ):
         if action == "decode":
             side.decode(data.draw(st.integers(1, 40), label="steps"))
         elif action == "filter":
@@ -180,6 +191,10 @@ def test_whatever_happens_rows_equal_their_sequences_alone(data):
             side.filter(sorted(data.draw(st.sets(st.sampled_from(rows), min_size=1), label="kept")))
         elif action == "extend":
             side.extend(newcomers())
+        elif action == "trim":
+            side.trim(data.draw(st.integers(0, side.batch.size()), label="trimmed"))
+        elif action == "prompt":
+            side.prompt([max(1, data.draw(length, label="prompt")) for _ in side.singles], chunk=50)
         else:
             side.batch = copy.deepcopy(side.batch)
     side.check()
@@ -190,16 +205,32 @@ def test_trimming_a_batch_trims_every_row_as_it_would_be_alone():
     side = Side(SINKS, 3)
     side.prompt([200, 90, 3], chunk=1000)
     for n in (2, 40):
-        assert side.batch.trim(n) == side.mlx_lm.trim(n) == n
-        for single in side.singles:
-            single.trim(n)
-        assert mx.array_equal(side.batch.offset, side.mlx_lm.offset)
+        side.trim(n)
         for row in (0, 1):
             assert_same_state(side.batch.extract(row), side.singles[row])
     assert side.batch.extract(2).empty()
     side.filter([0, 1])
     side.decode(50)
     side.check()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("prompt", [[20, 70, 3], [9, 9, 9]], ids=["padded on the right", "of equal lengths"])
+def test_a_row_that_trimming_emptied_takes_the_next_prompt_from_its_first_token(spec, prompt):
+    mx.random.seed(4)
+    side = Side(spec, 3, history=[0, 33, 1])
+    side.check()
+    side.trim(5)
+    side.prompt(prompt, chunk=16)
+    side.decode(40)
+    side.check()
+
+
+def test_left_padding_that_is_still_to_come_outlives_trimming():
+    batch = BatchKIVICache(SPEC, [0, 40])
+    batch.update_and_fetch(draw(2, KV_HEADS, 10, KEY_DIM), draw(2, KV_HEADS, 10, VALUE_DIM))
+    batch.trim(2)
+    assert batch.offset.tolist() == [8, -32]
 
 
 def test_a_step_builds_its_graph_and_computes_nothing():
