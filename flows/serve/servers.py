@@ -67,6 +67,8 @@ def up(tracking_dir: Path, project: Path, say: Callable[[str], object] = lambda 
         raise ConfigError(f"{project}: no {FILE} to deploy; start from the project's folder")
     for prefix in (PREFECT, MLFLOW):  # before anything is started
         _wanted_port(prefix)
+    for name in NAMES:  # a damaged record, likewise
+        processes.running(name)
 
     def start(name: str, launch: Callable[[], Launch]) -> Process:
         return processes.running(name) or processes.start(name, *launch())

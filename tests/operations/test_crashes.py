@@ -12,12 +12,13 @@ import psutil
 import pytest
 
 from kivi.measure.results import CellResult
+from tasks.run.result_files import checked
 
 
 def results(tracking_dir: Path) -> dict[str, str]:
     """Return when each finished cell was measured, by its key."""
     files = (path for path in (tracking_dir / "results").glob("*.json") if not path.stem.startswith("throughput-"))
-    return {path.stem: str(CellResult.model_validate_json(path.read_bytes()).provenance.started) for path in files}
+    return {path.stem: str(CellResult.model_validate_json(checked(path.read_bytes())).provenance.started) for path in files}
 
 
 def kill(processes: list[psutil.Process]) -> None:

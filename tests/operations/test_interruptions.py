@@ -18,6 +18,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 
 from kivi.measure.results import CellResult
+from tasks.run.result_files import checked
 
 KILLS_BY_CHANCE = 5
 # Imports once, which takes most of a run's time, and forks for each run of the night: a process of its own to be killed.
@@ -94,7 +95,7 @@ def starter(prefect_server: None, tiny_matrix: dict[str, Any], tmp_path_factory:
 def finished(tracking_dir: Path) -> dict[str, str]:
     """Return when each cell that has a result was measured."""
     files = (path for path in (tracking_dir / "results").glob("*.json") if not path.stem.startswith("throughput-"))
-    results = [CellResult.model_validate_json(path.read_bytes()) for path in files]
+    results = [CellResult.model_validate_json(checked(path.read_bytes())) for path in files]
     return {result.cell_key: str(result.provenance.started) for result in results}
 
 
