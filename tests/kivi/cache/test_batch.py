@@ -122,12 +122,13 @@ def assert_same_state(one, other):
     left, right = one.state, other.state
     assert left.keys() == right.keys()
     for name, expected in right.items():
-        if isinstance(expected, mx.array):
-            assert left[name] is not None, name
+        arrays = [part for part in (left[name], expected) if isinstance(part, mx.array)]
+        if any(part.size for part in arrays):
+            assert len(arrays) == 2, name
             assert left[name].dtype == expected.dtype, name
             assert mx.array_equal(left[name], expected), name
-        elif left[name] is not None and isinstance(left[name], mx.array):
-            assert left[name].size == 0, name
+        elif arrays:  # nothing is held, as None or as arrays of no tokens
+            assert left[name] is None or isinstance(left[name], mx.array), name
         else:
             assert left[name] == expected, name
 
@@ -223,6 +224,17 @@ def test_a_row_that_trimming_emptied_takes_the_next_prompt_from_its_first_token(
     side.trim(5)
     side.prompt(prompt, chunk=16)
     side.decode(40)
+    side.check()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_batch_that_trimming_emptied_begins_anew(spec):
+    mx.random.seed(5)
+    side = Side(spec, 2, history=[84, 20])
+    side.check()
+    side.trim(84)
+    side.check()
+    side.prompt([40, 70], chunk=32)
     side.check()
 
 
