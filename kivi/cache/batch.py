@@ -135,7 +135,10 @@ class BatchKIVICache(PackedCache):
             NonFiniteError: what was quantised, of any row, cannot be restored.
         """
         self._settle_and_check()
-        idx = range(len(self._offsets))[idx]
+        return self._row(range(len(self._offsets))[idx])
+
+    def _row(self, idx: int) -> KIVICache:
+        """Return row ``idx`` as it is: what is due is not quantised first."""
         if self._window.keys is None:
             empty = KIVICache(self.spec)
             empty.layer = self.layer
@@ -160,9 +163,10 @@ class BatchKIVICache(PackedCache):
         """
         self._padding.require_whole_prompt("trimmed")
         n = max(0, min(self._padding.width, n))
-        rows = [self.extract(row) for row in range(len(self._offsets))]
+        self._check()
+        rows = [self._row(row) for row in range(len(self._offsets))]
         for row in rows:
-            row.trim(n)
+            row.trim(n)  # only then is quantised what is due: what the last call brought may be among what is forgotten
         trimmed = self.merge(rows)
         self._padding.trim(n)
         trimmed._padding = self._padding

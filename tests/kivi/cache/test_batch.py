@@ -238,6 +238,24 @@ def test_a_batch_that_trimming_emptied_begins_anew(spec):
     side.check()
 
 
+@pytest.mark.parametrize("residual", [0, 2, 32])
+def test_a_rejected_draft_of_a_batch_quantises_nothing(residual):
+    """A draft crosses a flush and is rejected: each row is what its sequence alone is, exact where that is exact."""
+    spec = CacheSpec.parse(f"kivi:bits=2,residual={residual},backend=mlx")
+    lengths = (30 + residual, 62 + residual)
+    singles = [KIVICache(spec) for _ in lengths]
+    for single, length in zip(singles, lengths, strict=True):
+        single.update_and_fetch(draw(1, KV_HEADS, length, KEY_DIM), draw(1, KV_HEADS, length, VALUE_DIM))
+    batch = BatchKIVICache.merge(singles)
+    keys, values = draw(2, KV_HEADS, 4, KEY_DIM), draw(2, KV_HEADS, 4, VALUE_DIM)
+    batch.update_and_fetch(keys, values)
+    batch.trim(4)
+    for row, single in enumerate(singles):
+        single.update_and_fetch(keys[row : row + 1], values[row : row + 1])
+        single.trim(4)
+        assert_same_state(batch.extract(row), single)
+
+
 def test_left_padding_that_is_still_to_come_outlives_trimming():
     batch = BatchKIVICache(SPEC, [0, 40])
     batch.update_and_fetch(draw(2, KV_HEADS, 10, KEY_DIM), draw(2, KV_HEADS, 10, VALUE_DIM))
