@@ -35,7 +35,7 @@ from tasks.config import ModelConfig
 from tasks.prompts.prompt_sets import PromptSet
 from tasks.run.accelerator import accelerator
 from tasks.run.plan import Cell, content_hash
-from tasks.run.result_files import ResultStore, ThroughputResult
+from tasks.run.result_files import Result, ResultStore, StoreError, ThroughputResult
 from tasks.sanitize import redact
 
 Progress = Callable[[str, str, int, int], None]
@@ -95,16 +95,10 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
         CellError: it failed, or ran past its deadline.
         StoreError: the result could not be kept.
     """
-    finished = None if refresh else store.read(cell.key, CellResult, cell.label)
-    if finished is not None:
-        _logger().info("%s: found, measured at %s", cell.label, finished.provenance.started)
-        return Finished(finished, reused=True)
-    with _measuring(cell.label, cell.key, cell.model, cell.settings.deadline_s) as (model, monitor):
-        finished = None if refresh else store.read(cell.key, CellResult)  # another run may have measured it meanwhile
-        if finished is not None:
-            _logger().info("%s: found after the wait, measured at %s", cell.label, finished.provenance.started)
-            return Finished(finished, reused=True)
-        result = measure_cell(
+
+    def measure() -> CellResult:
+        model = loaded_model(cell.model)
+        return measure_cell(
             model,
             prompts.texts(model.tokenizer),
             cell.spec,
@@ -113,11 +107,14 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
             prompt_set=prompts.name,
             prompt_sha256=prompts.sha256,
             references=references(cache_dir() / "references", reference_gb),
-            monitor=monitor,
+            monitor=Monitor(Reporter(cell.label, cell.key), cell.settings.deadline_s),
             questions=prompts.questions() if cell.settings.answers is not None else (),
         )
-    store.write(result)
-    return Finished(result, reused=False)
+
+    finished, reused = found_or_measured(store, cell.key, CellResult, cell.label, measure, refresh=refresh)
+    if reused:
+        _logger().info("%s: found, measured at %s", cell.label, finished.provenance.started)
+    return Finished(finished, reused)
 
 
 @task(name="throughput", task_run_name="throughput of {label}", retries=0, persist_result=False, cache_policy=NO_CACHE)
@@ -137,22 +134,16 @@ def run_throughput(
         CellError: the timing failed as a whole, or ran past the cells' deadlines together.
         StoreError: a result could not be kept.
     """
-    key = throughput_key(cells)
-    name = f"throughput of {label}"
-    timings = None if refresh else store.read(key, ThroughputResult, name)
-    reused = timings is not None
-    if timings is None:
-        deadline_s = sum(cell.settings.deadline_s for cell in cells)
-        with _measuring(name, key, cells[0].model, deadline_s) as (model, monitor):
-            timings = None if refresh else store.read(key, ThroughputResult)  # as a cell's result
-            reused = timings is not None
-            if timings is None:
-                settings = cells[0].settings
-                specs = [cell.spec for cell in cells]
-                texts = prompts.texts(model.tokenizer)
-                arms = measure_throughput(model, texts, specs, settings.throughput, monitor=monitor, seed=settings.seed)
-                timings = ThroughputResult(cell_key=key, arms=arms)
-                store.write(timings)
+    key, name, settings = throughput_key(cells), f"throughput of {label}", cells[0].settings
+
+    def measure() -> ThroughputResult:
+        model = loaded_model(cells[0].model)
+        monitor = Monitor(Reporter(name, key), sum(cell.settings.deadline_s for cell in cells))
+        specs, texts = [cell.spec for cell in cells], prompts.texts(model.tokenizer)
+        arms = measure_throughput(model, texts, specs, settings.throughput, monitor=monitor, seed=settings.seed)
+        return ThroughputResult(cell_key=key, arms=arms)
+
+    timings, reused = found_or_measured(store, key, ThroughputResult, name, measure, refresh=refresh)
     return _merge(cells, timings, store, reused)
 
 
@@ -199,11 +190,34 @@ def references(folder: Path, gigabytes: float) -> ReferenceStore:
     return ReferenceStore(folder, int(gigabytes * GB))
 
 
-@contextmanager
-def _measuring(label: str, key: str, config: ModelConfig, deadline_s: float) -> Iterator[tuple[LoadedModel, Monitor]]:
-    """Hold the accelerator and hand out the model and a monitor, whose deadline counts from then on. Failures get the label."""
-    with holding(label):
-        yield loaded_model(config), Monitor(Reporter(label, key), deadline_s)
+def found_or_measured(
+    store: ResultStore, key: str, kind: type[Result], label: str, measure: Callable[[], Result], *, refresh: bool = False
+) -> tuple[Result, bool]:
+    """Return the result called ``key``, and whether it was there; else it is measured with the accelerator held, and stored.
+
+    After the wait for the accelerator the store is looked into again: another run may have measured it meanwhile.
+
+    Args:
+        store: Where results are kept.
+        key: The result's key.
+        kind: What it is.
+        label: What people call it.
+        measure: Measures it; a deadline that it makes counts from when the accelerator is held.
+        refresh: Measure even when there is a result.
+
+    Raises:
+        CellError: it failed.
+        StoreError: the result could not be kept.
+    """
+    found = None if refresh else store.read(key, kind, label)
+    if found is None:
+        with holding(label):
+            found = None if refresh else store.read(key, kind, label)
+            if found is None:
+                result = measure()
+                store.write(result)
+                return result, False
+    return found, True
 
 
 @contextmanager
@@ -212,10 +226,13 @@ def holding(label: str) -> Iterator[None]:
 
     Raises:
         CellError: whatever stopped what was done meanwhile; a person must read which measurement it was.
+        StoreError: as it was raised meanwhile; it is of the folder, and no measurement's.
     """
     try:
         with accelerator(label, log=_logger().info):
             yield
+    except StoreError:
+        raise
     except Exception as error:
         raise CellError(f"{label}: {redact(str(error)) or type(error).__name__}") from error
 

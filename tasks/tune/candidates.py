@@ -16,7 +16,6 @@ from kivi.measure.candidate import (
     Candidate,
     Family,
     bits_a_number,
-    group_bytes,
     judge_candidate,
     live_bytes,
     quantized_layers,
@@ -25,7 +24,7 @@ from kivi.measure.monitor import Monitor
 from kivi.measure.sensitivity import SIDES, Side
 from kivi.models.embedded import cache_dir
 from kivi.spec import KIVI_BITS, CacheSpec, SpecError
-from tasks.run.cells import Reporter, holding, references
+from tasks.run.cells import Reporter, found_or_measured, references
 from tasks.run.plan import circumstances, content_hash
 from tasks.run.result_files import ResultStore
 from tasks.tune.allocation import Option, allocate
@@ -69,13 +68,10 @@ def judge(planned: Planned, subject: Subject, config: TuneConfig, store: ResultS
         CellError: it cannot be measured.
         StoreError: the result could not be kept.
     """
-    key = _key(planned, subject, config)
-    found = store.read(key, Candidate)
-    if found is not None:
-        return found, True
-    model, spec = subject.model, planned.spec
-    with holding(spec.slug):
-        candidate = judge_candidate(
+    key, model, spec = _key(planned, subject, config), subject.model, planned.spec
+
+    def measure() -> Candidate:
+        return judge_candidate(
             model,
             subject.judged,
             spec,
@@ -89,8 +85,8 @@ def judge(planned: Planned, subject: Subject, config: TuneConfig, store: ResultS
             bytes_per_token=live_bytes(model, spec, subject.shapes, config.context) / config.context,
             context=config.context,
         )
-    store.write(candidate)
-    return candidate, False
+
+    return found_or_measured(store, key, Candidate, spec.slug, measure)
 
 
 def by_layer(subject: Subject, sensitivities: Sensitivities, bits: float, window: int) -> Planned:
@@ -138,13 +134,11 @@ def _option(subject: Subject, sensitivities: Sensitivities, layer: int, side: Si
     """Return the better of a rotated and a plain slot; they are equal in size."""
     errors = {rotated: sensitivities.error(layer, side, rotated, bits) for rotated in (False, True)}
     rotated = min((error, rotated) for rotated, error in errors.items() if error is not None)[1]
-    shape, base = subject.shapes[layer], subject.base()
-    whole = group_bytes(base.model_copy(update={f"{side[:-1]}_bits": bits}), shape)
-    other = next(one for one in SIDES if one != side)
-    dim = shape.key_dim if other == "keys" else shape.value_dim
-    codec = getattr(base.codecs, other)
-    rest = shape.heads * (codec.code_bytes(subject.group, dim) + codec.param_bytes(subject.group, dim))
-    return Option(bits, rotated, whole - rest, errors[rotated] or 0.0)
+    shape = subject.shapes[layer]
+    dim = shape.key_dim if side == "keys" else shape.value_dim
+    codec = getattr(subject.base().model_copy(update={f"{side[:-1]}_bits": bits}).codecs, side)
+    size = shape.heads * (codec.code_bytes(subject.group, dim) + codec.param_bytes(subject.group, dim))
+    return Option(bits, rotated, size, errors[rotated] or 0.0)
 
 
 def _allocated(base: CacheSpec, layers: Sequence[int], chosen: Sequence[Option]) -> CacheSpec:

@@ -13,14 +13,13 @@ from prefect.cache_policies import NO_CACHE
 
 from kivi.measure.monitor import Monitor
 from kivi.measure.sensitivity import SIDES, Sensitivity, SensitivityProbe, Side
-from tasks.run.cells import Reporter, holding
+from tasks.run.cells import Reporter, found_or_measured
 from tasks.run.plan import circumstances, content_hash
 from tasks.run.result_files import ResultStore
 from tasks.tune.config import Effort
 from tasks.tune.subject import CALIBRATION_WINDOW, Subject
 
 LABEL = "sensitivity"
-LEVELS = {2: 3, 3: 7, 4: 15, 8: 255}  # the largest code: the error of a code goes with the square of one over it
 
 
 class Sensitivities:
@@ -36,7 +35,8 @@ class Sensitivities:
         if not known:
             return None
         nearest = min(known, key=lambda at: (abs(at - bits), -at))
-        return self._errors[layer, side, rotated, nearest] * (LEVELS[nearest] / LEVELS[bits]) ** 2
+        # The error of a code goes with the square of one over the largest code.
+        return self._errors[layer, side, rotated, nearest] * (((1 << nearest) - 1) / ((1 << bits) - 1)) ** 2
 
     def total(self, side: Side, rotated: bool, bits: int) -> float | None:
         """Return the sum over layers, the error of a whole side."""
@@ -71,19 +71,19 @@ def measure_sensitivities(
         wanted = list(_wanted(subject, effort, Sensitivities(found), bits))
         for number, (layer, side, rotated) in enumerate(wanted):
             monitor.step(f"{bits} bits", number, len(wanted))
-            key = _key(subject, layer, side, bits, rotated)
-            if kept := store.read(key, Sensitivity):
-                found.append(kept)
-                done(0.0)
-                continue
-            with holding(f"sensitivity of layer {layer}"):
-                reader, began = probe(), time.perf_counter()
-                kl = reader.measure(layer, side, bits, rotated)
-            fields = {"layer": layer, "side": side, "bits": bits, "rotated": rotated, "positions": reader.positions}
-            found.append(Sensitivity(cell_key=key, kl_mean=kl, **fields))
-            store.write(found[-1])
-            done(time.perf_counter() - began)
+            key, began = _key(subject, layer, side, bits, rotated), time.perf_counter()
+            measure = functools.partial(_measure, probe, key, layer, side, bits, rotated)
+            one, kept = found_or_measured(store, key, Sensitivity, f"sensitivity of layer {layer}", measure)
+            found.append(one)
+            done(0.0 if kept else time.perf_counter() - began)
     return Sensitivities(found)
+
+
+def _measure(probe: Callable[[], SensitivityProbe], key: str, layer: int, side: Side, bits: int, rotated: bool) -> Sensitivity:
+    reader = probe()
+    kl = reader.measure(layer, side, bits, rotated)
+    fields = {"layer": layer, "side": side, "bits": bits, "rotated": rotated, "positions": reader.positions}
+    return Sensitivity(cell_key=key, kl_mean=kl, **fields)
 
 
 def count_sensitivities(subject: Subject, effort: Effort) -> int:

@@ -11,7 +11,7 @@ from kivi.measure.monitor import Monitor
 from kivi.measure.settings import ThroughputSettings
 from kivi.measure.speed.throughput import measure_throughput
 from kivi.spec import CacheSpec
-from tasks.run.cells import Reporter, holding
+from tasks.run.cells import Reporter, found_or_measured
 from tasks.run.plan import circumstances, content_hash
 from tasks.run.result_files import ResultStore, ThroughputResult
 from tasks.tune.config import TuneConfig
@@ -35,12 +35,12 @@ def decode_ratios(
             **circumstances().model_dump(mode="json"),
         }
     )
-    timed = store.read(key, ThroughputResult)
-    if timed is None:
-        with holding(LABEL):
-            monitor = Monitor(Reporter(LABEL, key), config.deadline_s)
-            arms = measure_throughput(subject.model, subject.texts, specs, TIMED, monitor=monitor, seed=0)
-        timed = ThroughputResult(cell_key=key, arms=arms)
-        store.write(timed)
+
+    def measure() -> ThroughputResult:
+        monitor = Monitor(Reporter(LABEL, key), config.deadline_s)
+        arms = measure_throughput(subject.model, subject.texts, specs, TIMED, monitor=monitor, seed=0)
+        return ThroughputResult(cell_key=key, arms=arms)
+
+    timed, _ = found_or_measured(store, key, ThroughputResult, LABEL, measure)
     figures = {spec.slug: timed.arms[spec.slug] for spec in specs}
     return {slug: None if isinstance(arm, str) else arm.decode_ratio for slug, arm in figures.items()}

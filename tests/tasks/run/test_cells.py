@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
@@ -21,7 +22,7 @@ from tasks.prompts.prompt_sets import PromptSet, load_prompt_set
 from tasks.run.accelerator import accelerator
 from tasks.run.cells import CellError, loaded_model, run_cell, run_throughput, watch
 from tasks.run.plan import Cell, identify, plan
-from tasks.run.result_files import ResultStore, ThroughputResult
+from tasks.run.result_files import ResultStore, StoreError, ThroughputResult
 
 MEASURE = {
     "score": {"length": 256},
@@ -99,6 +100,26 @@ def test_a_cell_that_was_measured_while_another_waited_for_the_accelerator_is_fo
             store.write(first)
         again = waiting.result(60)
     assert again.reused and again.result == first
+
+
+@pytest.mark.parametrize("what", ["cell", "throughput"])
+def test_a_result_that_cannot_be_kept_is_an_error_of_the_folder_and_of_no_cell(
+    what: str, tiny_models: Any, story: PromptSet, store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = cells_of(tiny_models(0), story)
+    if what == "throughput":
+        for cell in cells:
+            run_cell.fn(cell, story, store)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tasks.run.result_files.write_whole", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        if what == "cell":
+            run_cell.fn(cells[0], story, store)
+        else:
+            run_throughput.fn("tiny × story", cells, story, store)
 
 
 def test_a_truncated_result_is_measured_again(tiny_models: Any, story: PromptSet, store: ResultStore, caplog: Any) -> None:
