@@ -11,6 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kivi.measure.pareto import pareto
 from kivi.measure.results import CellResult
 from tasks.report.table import NOISE
 from tasks.sanitize import visible
@@ -97,8 +98,7 @@ def pareto_figure(results: Sequence[CellResult]) -> str:
         if interval is not None:
             axes.vlines(point[0], interval.low, interval.high, color=colour, linewidth=1)
     for kind, points in families.items():
-        front = [one for one in sorted(points) if not any(_beats(rival, one) for rival in points)]
-        axes.plot(*zip(*front, strict=True), color=FAMILY_COLOURS[kind], linewidth=1)
+        axes.plot(*zip(*pareto(points, lambda point: point), strict=True), color=FAMILY_COLOURS[kind], linewidth=1)
     axes.margins(x=0.15)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -106,10 +106,6 @@ def pareto_figure(results: Sequence[CellResult]) -> str:
     where = "counted at 4,096 tokens" if counted else "resident"
     name_axes(axes, "memory against quality (down and left is better)", f"bytes a token, all layers, {where}", "mean KL, nats")
     return svg(figure)
-
-
-def _beats(rival: tuple[float, float], point: tuple[float, float]) -> bool:
-    return rival != point and rival[0] <= point[0] and rival[1] <= point[1]
 
 
 def new_figure(height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:

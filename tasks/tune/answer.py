@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import AwareDatetime, Field, NonNegativeFloat
 
 from kivi.measure.candidate import Candidate
+from kivi.measure.pareto import pareto
 from kivi.measure.records import Record, Text
 from kivi.measure.results import Quality
 from kivi.measure.sensitivity import Sensitivity
@@ -81,13 +82,9 @@ def promised_tier(quality: Quality) -> Tier:
     return standing(quality.model_copy(update={name: end.high for name, end in ends.items() if end is not None}), BOUNDS).tier
 
 
-def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+def front(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return those that no other beats in bytes and KL, by bytes."""
-    front: list[Candidate] = []
-    for one in sorted(candidates, key=lambda one: (one.bytes_per_token, one.quality.kl_mean)):
-        if not front or one.quality.kl_mean < front[-1].quality.kl_mean:
-            front.append(one)
-    return front
+    return pareto(candidates, lambda one: (one.bytes_per_token, one.quality.kl_mean))
 
 
 def bytes_budget(config: TuneConfig, weights: int) -> float | None:
@@ -112,27 +109,27 @@ def choose(config: TuneConfig, candidates: Sequence[Candidate], weights: int) ->
     Raises:
         TuneError: no candidate is within the budget.
     """
-    front = pareto(candidates)
+    best = front(candidates)
     budget: Budget | None = config.budget
     if budget is None:
         found: dict[str, Candidate] = {}
         for wanted in TIERS[:-1]:
-            reached = [one for one in front if TIERS.index(promised_tier(one.quality)) <= TIERS.index(wanted)]
+            reached = [one for one in best if TIERS.index(promised_tier(one.quality)) <= TIERS.index(wanted)]
             if reached and reached[0] not in found.values():
                 found[wanted] = reached[0]
         return found
     if budget == "kl":
-        within = [one for one in front if config.kl is not None and one.quality.kl_mean <= config.kl]
+        within = [one for one in best if config.kl is not None and one.quality.kl_mean <= config.kl]
         if not within:
-            best = front[-1]
+            closest = best[-1]
             raise TuneError(
-                f"kl={config.kl:g}: no setting has so small a KL; the best, {best.spec.text}, has "
-                f"{best.quality.kl_mean:.2g} nats at {best.bytes_per_token:,.0f} bytes a token"
+                f"kl={config.kl:g}: no setting has so small a KL; the best, {closest.spec.text}, has "
+                f"{closest.quality.kl_mean:.2g} nats at {closest.bytes_per_token:,.0f} bytes a token"
             )
         return {f"KL at most {config.kl:g}": within[0]}
     most = bytes_budget(config, weights) or 0.0
-    require_room(config, most, front[0].bytes_per_token)
-    return {f"bytes a token at most {most:,.0f}": [one for one in front if one.bytes_per_token <= most][-1]}
+    require_room(config, most, best[0].bytes_per_token)
+    return {f"bytes a token at most {most:,.0f}": [one for one in best if one.bytes_per_token <= most][-1]}
 
 
 def require_room(config: TuneConfig, most: float, smallest: float) -> None:
