@@ -55,6 +55,11 @@ class KeyValues(NamedTuple):
         return Token(self.key_dim, self.value_dim, self.key_dtype.size, self.value_dtype.size)
 
     @property
+    def numbers(self) -> int:
+        """Numbers of a token over all heads."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+    @property
     def size(self) -> int:
         """Bytes of a token over all heads, unquantised."""
         return self.heads * self.token.size

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import mlx.core as mx
 from pydantic import NonNegativeFloat, PositiveFloat
 
+from kivi.accounting import packed_bytes
 from kivi.build import describe_layers, make_prompt_cache
+from kivi.footprint import KeyValues
 from kivi.measure.arms import FULL, settle
 from kivi.measure.memory import cache_bytes
 from kivi.measure.monitor import Monitor
@@ -37,30 +39,12 @@ class Candidate(Record):
     seconds: NonNegativeFloat
 
 
-class LayerShape(NamedTuple):
-    """What a layer keeps of a token."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: mx.Dtype
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of a token's keys and values."""
-        return self.heads * (self.key_dim + self.value_dim)
-
-
-def layer_shapes(model: LoadedModel) -> dict[int, LayerShape]:
-    """Return the shapes of the layers that have keys and values, by index; nothing is computed."""
+def layer_shapes(model: LoadedModel) -> dict[int, KeyValues]:
+    """Return what comes to the layers that have keys and values, by index; nothing is computed."""
     caches = make_prompt_cache(model.model, FULL)
     model.model(mx.array([[0, 0]]), cache=caches)
-    shapes = {}
-    for index, cache in enumerate(caches):
-        keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-        if isinstance(keys, mx.array) and isinstance(values, mx.array):
-            shapes[index] = LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
-    return shapes
+    given = {index: KeyValues.held(cache) for index, cache in enumerate(caches)}
+    return {index: one for index, one in given.items() if one is not None}
 
 
 def quantized_layers(model: LoadedModel, spec: CacheSpec) -> tuple[int, ...]:
@@ -75,29 +59,23 @@ def quantized_layers(model: LoadedModel, spec: CacheSpec) -> tuple[int, ...]:
     return tuple(index for index in range(len(caches)) if str(index) not in kept)
 
 
-def bits_a_number(spec: CacheSpec, shapes: dict[int, LayerShape], layers: Sequence[int], count: int) -> float:
+def bits_a_number(spec: CacheSpec, shapes: dict[int, KeyValues], layers: Sequence[int], count: int) -> float:
     """Return the bits of a number in codes, scales and zeros included, over ``layers`` of the model's ``count``."""
     bits = numbers = 0.0
     for index in layers:
         shape, layer = shapes[index], spec.for_layer(index, count)
         numbers += shape.numbers
         if layer.kind == "mlx-quantized":
-            bits += shape.numbers * (layer.key_bits + 16 * shape.dtype.size / layer.group_size)
+            bits += shape.numbers * (layer.key_bits + 16 * shape.key_dtype.size / layer.group_size)
         elif layer.kind == "full":
-            bits += shape.numbers * 8 * shape.dtype.size
+            bits += 8 * shape.size
         else:
-            bits += 8 * group_bytes(layer, shape) / layer.group_size
+            group = packed_bytes(layer.codecs, shape.token, rows=shape.heads, quantized=layer.group_size, exact=0, resident=0)
+            bits += 8 * group.accounted / layer.group_size
     return bits / numbers
 
 
-def group_bytes(spec: CacheSpec, shape: LayerShape) -> int:
-    """Return the bytes of the codes, scales and zeros of as many tokens as a group has."""
-    pairs = zip(spec.codecs, (shape.key_dim, shape.value_dim), strict=True)
-    size = spec.group_size
-    return shape.heads * sum(codec.code_bytes(size, dim) + codec.param_bytes(size, dim) for codec, dim in pairs)
-
-
-def live_bytes(model: LoadedModel, spec: CacheSpec, shapes: dict[int, LayerShape], tokens: int) -> int:
+def live_bytes(model: LoadedModel, spec: CacheSpec, shapes: dict[int, KeyValues], tokens: int) -> int:
     """Return the bytes of the live arrays of a sequence of ``tokens``, over all layers that have keys and values.
 
     One layer's cache at a time is filled with tokens of the layer's shape, and weighed; equal layers once.
@@ -136,10 +114,10 @@ def judge_candidate(
     return Candidate(spec=spec, quality=quality, seconds=time.perf_counter() - began, **fields)
 
 
-def _weigh(cache: Any, shape: LayerShape, tokens: int) -> int:
+def _weigh(cache: Any, shape: KeyValues, tokens: int) -> int:
     for count in (tokens - 1, 1):  # as after a prefill, where sliding windows have dropped what they drop
-        cache.update_and_fetch(
-            *(mx.zeros((1, shape.heads, count, dim), shape.dtype) for dim in (shape.key_dim, shape.value_dim))
-        )
+        keys = mx.zeros((1, shape.heads, count, shape.key_dim), shape.key_dtype)
+        values = mx.zeros((1, shape.heads, count, shape.value_dim), shape.value_dtype)
+        cache.update_and_fetch(keys, values)
         settle([cache])
     return cache_bytes(cache).resident

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from mlx.utils import tree_flatten
 
+from kivi.footprint import KeyValues
 from kivi.measure import MeasureError
-from kivi.measure.candidate import LayerShape, layer_shapes, quantized_layers
+from kivi.measure.candidate import layer_shapes, quantized_layers
 from kivi.measure.schedule import first_visible
 from kivi.measure.sensitivity import SIDES, Side
 from kivi.measure.sequences import TokenStream
@@ -36,7 +37,7 @@ class Subject:
     model: LoadedModel
     identity: ModelIdentity
     layers: tuple[int, ...]
-    shapes: dict[int, LayerShape]
+    shapes: dict[int, KeyValues]
     group: int
     rotatable: tuple[Side, ...]
     calibration: list[int]
