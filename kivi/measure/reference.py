@@ -208,6 +208,9 @@ class _Draft:
 
     def __exit__(self, *error: object) -> None:
         if self.finished and not self._entry.exists():
+            for path in self.folder.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             write_whole(self.folder / DIGESTS, json.dumps(_digests(self.folder)))
             try:
                 self.folder.rename(self._entry)
@@ -218,12 +221,11 @@ class _Draft:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file in ``folder`` but the digests themselves, by name, once they are on disk."""
+    """Return the SHA-256 of each file in ``folder`` but the digests themselves, by name."""
     found = {}
     for path in sorted(folder.iterdir()):
         if path.name != DIGESTS:
             with path.open("rb") as file:
-                os.fsync(file.fileno())
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
