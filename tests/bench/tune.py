@@ -24,11 +24,12 @@ from timing import parser, report
 
 from kivi.measure.candidate import Candidate, judge_candidate
 from kivi.measure.monitor import Monitor
+from kivi.measure.pareto import pareto
 from kivi.measure.reference import ReferenceStore
 from kivi.measure.sequences import TokenStream
 from kivi.models import load_model
 from kivi.spec import CacheSpec
-from tasks.judge.gate import tier
+from tasks.judge.gate import standing
 from tasks.tune.answer import BOUNDS, Tuning
 from tasks.tune.config import EFFORTS
 from tasks.tune.subject import WINDOW
@@ -89,7 +90,7 @@ def sizes(tuning: Tuning) -> list[dict[str, Any]]:
         kl = one.quality.kl_mean
         same = [other for other in uniform if abs(other.bits - one.bits) < 0.01]
         best = min(same, key=lambda other: other.quality.kl_mean, default=None)
-        curve = frontier(uniform)
+        curve = pareto(uniform, lambda one: (one.bits, one.quality.kl_mean))
         bits = np.interp(-np.log(kl), [-np.log(other.quality.kl_mean) for other in curve], [other.bits for other in curve])
         rows.append(
             {
@@ -102,15 +103,6 @@ def sizes(tuning: Tuning) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def frontier(uniform: list[Candidate]) -> list[Candidate]:
-    """Return those that none of no more bits beats."""
-    best: list[Candidate] = []
-    for one in sorted(uniform, key=lambda one: (one.bits, one.quality.kl_mean)):
-        if not best or one.quality.kl_mean < best[-1].quality.kl_mean:
-            best.append(one)
-    return best
 
 
 def seeds(tuning: Tuning, other: Tuning) -> list[dict[str, Any]]:
@@ -140,7 +132,7 @@ def third(tuning: Tuning, texts: list[str]) -> list[dict[str, Any]]:
             judged = judge_candidate(
                 model, sequences, spec, start=start, seed=0, references=references, monitor=Monitor(), **fields
             )
-            rows.append({"aim": recommended.aim, "tier": tier(judged.quality, BOUNDS), **row(judged)})
+            rows.append({"aim": recommended.aim, "tier": standing(judged.quality, BOUNDS).tier, **row(judged)})
     return rows
 
 
