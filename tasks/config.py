@@ -190,13 +190,16 @@ DEFAULT_THRESHOLDS: dict[str, Thresholds] = {
 }
 
 
+def split_model(text: str) -> tuple[str, str | None]:
+    """Return name and revision of ``NAME@REVISION``; a folder that exists is a name, whatever its path holds."""
+    if Path(text).is_dir():
+        return text, None
+    name, _, revision = text.partition("@")
+    return name, revision or None
+
+
 def _read_model(value: Any) -> Any:
-    if isinstance(value, str):
-        if Path(value).is_dir():  # whatever its path holds
-            return {"name": value}
-        name, _, revision = value.partition("@")
-        return {"name": name, "revision": revision or None}
-    return value
+    return dict(zip(("name", "revision"), split_model(value), strict=True)) if isinstance(value, str) else value
 
 
 def _read_prompt_set(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -47,15 +46,16 @@ def fit(
         from kivi.fit import fit as answer
         from kivi.models.skeleton import SkeletonDtype
         from kivi.spec import CacheSpec
+        from tasks.config import split_model
 
-        name, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
+        name, revision = split_model(model)
         found = answer(
             name,
             read_bytes(memory),
             [CacheSpec.parse(text) for text in spec or USUAL],
             context=context,
             batch=batch,
-            revision=revision or None,
+            revision=revision,
             dtype=_one_of(SkeletonDtype, "dtype", dtype),
             device=None if device is None else _one_of(Device, "device", device),
         )

@@ -49,7 +49,7 @@ class Addresses(NamedTuple):
     mlflow: str
 
 
-def up(tracking_dir: Path, project: Path, say: Callable[[str], object] = lambda step: None) -> Addresses:  # noqa: ARG005
+def up(tracking_dir: Path, project: Path, say: Callable[[str], object]) -> Addresses:
     """Start what does not run yet, deploy ``project``'s prefect.yaml, and return where to look.
 
     Args:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import matplotlib as mpl
 
+from kivi.measure.records import Interval
 from tasks.report.figures import STYLE, legend_below, line_style, log_scale, name_axes, new_figure, svg
 from tasks.report.provenance import provenance_section
 from tasks.report.table import NOTHING
 from tasks.sanitize import markdown
-from tasks.tune.answer import Tuning, pareto, promised_tier
+from tasks.tune.answer import Tuning, front, promised_tier
 
 HEADINGS = ("cache", "family", "bits", "bytes a token", "KL, nats (95 %)", "flips", "tier", "decode", "choice")
 TIERS_SAID = "Tiers hold at the upper ends of the 95 % intervals."
@@ -17,7 +18,7 @@ FAMILIES = ("uniform", "by layer", "mlx-lm")
 
 def rows(result: Tuning) -> list[list[str]]:
     """Return a row a candidate, by bytes; the last column says which are on the Pareto front and which are recommended."""
-    front = {one.spec.slug for one in pareto(result.candidates)}
+    best = {one.spec.slug for one in front(result.candidates)}
     aims = {one.slug: one.word for one in result.recommendations}
     return [
         [
@@ -29,7 +30,7 @@ def rows(result: Tuning) -> list[list[str]]:
             f"{one.quality.flip_rate:.1%}",
             promised_tier(one.quality),
             NOTHING if (ratio := result.decode_ratio.get(one.spec.slug)) is None else f"{ratio:.2f}×",
-            f"recommended: {aims[one.spec.slug]}" if one.spec.slug in aims else "front" if one.spec.slug in front else "",
+            f"recommended: {aims[one.spec.slug]}" if one.spec.slug in aims else "front" if one.spec.slug in best else "",
         ]
         for one in sorted(result.candidates, key=lambda one: one.bytes_per_token)
     ]
@@ -90,6 +91,5 @@ def tuning_figure(result: Tuning) -> str:
     return svg(figure)
 
 
-def _kl(mean: float, interval: object) -> str:
-    low, high = getattr(interval, "low", None), getattr(interval, "high", None)
-    return f"{mean:.2g}" if low is None else f"{mean:.2g} ({low:.2g} to {high:.2g})"
+def _kl(mean: float, interval: Interval | None) -> str:
+    return f"{mean:.2g}" if interval is None else f"{mean:.2g} ({interval.low:.2g} to {interval.high:.2g})"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kivi.measure.candidate import Candidate, bits_a_number, live_bytes
 from tasks.judge.gate import TIERS
-from tasks.tune.answer import pareto, promised_tier
+from tasks.tune.answer import front, promised_tier
 from tasks.tune.candidates import SIZES, Planned, by_layer
 from tasks.tune.config import TuneConfig
 from tasks.tune.sensitivity import Sensitivities
@@ -39,10 +39,10 @@ def between(
     """
     planned: dict[str, Planned] = {}
     for reaches in _aims(config):
-        front = [one for one in pareto(candidates) if reaches(one)]
-        if not front or front[0].family == "mlx-lm":
+        reached = [one for one in front(candidates) if reaches(one)]
+        if not reached or reached[0].family == "mlx-lm":
             continue
-        window, bits = front[0].spec.residual_length, front[0].bits
+        window, bits = reached[0].spec.residual_length, reached[0].bits
         below = [
             one.bits
             for one in candidates

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_candidates import candidate
 
 from kivi import machine
-from kivi.measure.candidate import Candidate
-from kivi.measure.results import Interval, Quality
-from kivi.spec import CacheSpec
 from tasks.report.tuning import HEADINGS, rows, tuning_figure, tuning_markdown
 from tasks.tune.answer import Tuning, choose, recommend
 from tasks.tune.config import TuneConfig
@@ -26,30 +24,12 @@ CACHES = [  # spec, family, bytes, KL
 ]
 
 
-def made(spec: str, family: Any, size: float, kl: float) -> Candidate:
-    interval = Interval(low=kl / 2, high=kl * 1.5, method="made up")
-    quality = Quality(
-        kl_mean=kl,
-        kl_median=kl,
-        kl_p99=kl,
-        kl_max=kl,
-        flip_rate=kl / 10,
-        perplexity=2,
-        perplexity_full=2,
-        coverage=1,
-        positions=100,
-        sequences=1,
-        kl_interval=interval,
-    )
-    cache = CacheSpec.parse(spec)
-    return Candidate(
-        cell_key=spec, family=family, spec=cache, quality=quality, bits=3, bytes_per_token=size, context=4096, seconds=1
-    )
-
-
 @pytest.fixture(scope="module")
 def tuning() -> Tuning:
-    config, candidates = TuneConfig(model="tiny|<script>"), [made(*cache) for cache in CACHES]
+    config, candidates = (
+        TuneConfig(model="tiny|<script>"),
+        [candidate(spec, size, kl, family, flips=kl / 10, spread=0.5) for spec, family, size, kl in CACHES],
+    )
     chosen = choose(config, candidates, 0)
     return Tuning(
         digest="ab" * 32,

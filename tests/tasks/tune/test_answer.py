@@ -5,39 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from made_candidates import candidate, quality
 
-from kivi.measure.candidate import Candidate
-from kivi.measure.results import Interval, Quality
-from kivi.spec import CacheSpec
-from tasks.tune.answer import TuneError, bytes_budget, choose, pareto, promised_tier, recommend
+from tasks.tune.answer import TuneError, bytes_budget, choose, front, promised_tier, recommend
 from tasks.tune.config import TuneConfig
-
-
-def quality(kl: float, flips: float = 0.0, spread: float = 0.0) -> Quality:
-    interval = Interval(low=kl * (1 - spread), high=kl * (1 + spread), method="made up")
-    return Quality(
-        kl_mean=kl,
-        kl_median=kl,
-        kl_p99=kl,
-        kl_max=kl,
-        flip_rate=flips,
-        perplexity=2,
-        perplexity_full=2,
-        coverage=1,
-        positions=100,
-        sequences=1,
-        kl_interval=interval,
-        flip_interval=Interval(low=flips, high=flips * 1.5, method="made up"),
-    )
-
-
-def candidate(spec: str, size: float, kl: float, family: str = "uniform", **fields: Any) -> Candidate:
-    judged = quality(kl, **fields)
-    cache = CacheSpec.parse(spec)
-    return Candidate(
-        cell_key=spec, family=family, spec=cache, quality=judged, bits=3, bytes_per_token=size, context=4096, seconds=1
-    )
-
 
 GOOD, BETTER = candidate("kivi:bits=4", 400, 0.002, flips=0.005), candidate("kivi:bits=8", 800, 0.0001)
 POOR, WASTE = candidate("kivi:bits=2", 200, 0.05, flips=0.02), candidate("kivi:bits=3", 500, 0.004)
@@ -46,7 +17,7 @@ EVERY = [WASTE, BETTER, POOR, MLX, GOOD]
 
 
 def test_the_front_holds_what_nothing_beats_in_both() -> None:
-    assert pareto(EVERY) == [POOR, GOOD, MLX, BETTER]
+    assert front(EVERY) == [POOR, GOOD, MLX, BETTER]
 
 
 def test_a_tier_is_promised_only_where_the_upper_ends_of_the_intervals_have_it() -> None:

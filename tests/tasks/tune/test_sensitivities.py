@@ -7,14 +7,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kivi.measure.candidate import LayerShape, bits_a_number
+from kivi.footprint import KeyValues
+from kivi.measure.candidate import bits_a_number
 from kivi.measure.sensitivity import SIDES, Sensitivity
 from kivi.spec import CacheSpec
 from tasks.tune.candidates import PAIRS, by_layer, plan_candidates
 from tasks.tune.sensitivity import Sensitivities
 from tasks.tune.subject import WINDOW, Subject
 
-SHAPE = LayerShape(2, 64, 64, mx.float16)
+SHAPE = KeyValues(2, 64, 64, mx.float16, mx.float16)
 
 
 def measured(layer: int, side: str, bits: int, rotated: bool, kl: float) -> Sensitivity:
