@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
@@ -29,6 +31,30 @@ from kivi.spec import CacheSpec, SpecError
 # for the drafts of speculative decoding (mlx-lm's default is 2 or 3 a step).
 MAX_CODE_QUERIES = 8
 
+
+class _LongCall(threading.local):
+    """The layers of a model that this thread's last call too long for codes is through with."""
+
+    def __init__(self) -> None:
+        self.caches: weakref.WeakKeyDictionary[PackedCache, None] = weakref.WeakKeyDictionary()
+        self._last = -1
+
+    def add(self, cache: PackedCache) -> None:
+        """Add the layer that follows, or the first one of another call."""
+        layer = -1 if cache.layer is None else cache.layer
+        if layer <= self._last:
+            self.caches.clear()
+        self.caches[cache] = None
+        self._last = layer
+
+    def take(self) -> list[PackedCache]:
+        """Return the layers, and forget them."""
+        caches = list(self.caches)
+        self.caches.clear()
+        return caches
+
+
+_long_call = _LongCall()
 _backend = functools.cache(resolve)  # asking what the machine has is slow; a cache holds a name, so that it can be copied
 
 
@@ -131,6 +157,7 @@ class PackedCache(ABC):
         if not self._attends_on_codes(length):
             keys, values = self._restore()
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            _long_call.add(self)
             return out.astype(queries.dtype)
         causal = isinstance(mask, str)
         columns = None if mask is None or isinstance(mask, str) else self._in_storage_order(mask)
@@ -261,7 +288,17 @@ class PackedCache(ABC):
             self._refuse()
 
     def _settle_and_check(self) -> None:
+        """Settle, and refuse what cannot be restored.
+
+        After a long call all its layers are settled, and waited for at once: mlx-lm asks one after the other for their states,
+        and a GPU would idle between them.
+        """
         self._settle()
+        if self in _long_call.caches:
+            layers = _long_call.take()
+            for layer in layers:
+                layer._settle()
+            mx.eval([list(live_arrays(vars(layer))) for layer in layers])
         self._check()
 
     def _check(self) -> None:

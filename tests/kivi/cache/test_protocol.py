@@ -79,6 +79,16 @@ def test_what_the_first_layer_stores_does_not_depend_on_chunks(model, step):
     assert same > 0.99  # chunks of another size are other matrix products: float noise may move a code
 
 
+def test_who_asks_one_layer_after_a_prompt_waits_for_all_at_once(model):
+    """One after the other a GPU would idle between them."""
+    trimmed, asked = (make_prompt_cache(model, SPEC) for _ in range(2))
+    for caches in (trimmed, asked):
+        model(mx.arange(200)[None] % 50, cache=caches)
+    mx.eval(asked[0].state)
+    assert {cache.frontier for cache in asked} == {SPEC.sink_length + SPEC.quantized_tokens(200)}
+    assert {cache.frontier for cache in trimmed} == {SPEC.sink_length}, "what may be forgotten yet is quantised"
+
+
 def test_chunks_of_one_call_each_equal_any_chunks_while_the_window_covers_them(model):
     wide = CacheSpec(key_bits=2, value_bits=2, residual_length=128, backend="mlx")
     expected = tokens_of(model, PROMPT, make_prompt_cache(model, wide))
