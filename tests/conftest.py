@@ -56,8 +56,10 @@ MakeResult = Callable[..., CellResult]
 MakeNight = Callable[..., "Night"]
 
 
-# Rooms whose tests share a server and stores, and so a process; the others go to whichever process is free.
+# Rooms whose tests share a server and stores, and so a process; the others go to whichever process is free. Of operations,
+# those that share the lab's servers have one of their own.
 SHARED = {"flows": "stores", "tasks": "stores", "operations": "servers"}
+LEAST_PROCESSES = 4  # the tests of servers wait more than they compute
 SLOW = {"kivi_command", "lab", "loaded", "prefect_server", "smoke_night", "starter", "tracking"}  # fixtures that take seconds
 
 
@@ -74,13 +76,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(own))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes ``pytest -n auto`` starts."""
+    return max(LEAST_PROCESSES, os.cpu_count() or 1)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests run in one process, and which are slow: ``-m "not slow"`` leaves those out."""
     for item in items:
         room, fixtures = item.path.relative_to(TESTS).parts[0], set(getattr(item, "fixturenames", ()))
         if room in SHARED:
-            item.add_marker(pytest.mark.xdist_group(SHARED[room]))
+            item.add_marker(pytest.mark.xdist_group("lab" if "lab" in fixtures else SHARED[room]))
         if room == "operations" or SLOW & fixtures:
             item.add_marker(pytest.mark.slow)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from flows.serve.deployments import drift
 from flows.serve.doctor import examine
 
 PROJECT = Path(__file__).parents[2]
+
+
+def test_those_who_share_the_lab_run_in_one_process(lab: Any, request: pytest.FixtureRequest) -> None:
+    assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@lab")
 
 
 def test_what_is_deployed_is_what_the_code_takes(lab: Any) -> None:
