@@ -14,7 +14,9 @@ UV := $(BIN)/python -m uv
 nightly: setup
 	$(BIN)/kivi nightly
 
-# As many processes as cores; tests that share a server or a store run in the same one.
+# In four processes or as many as there are cores, each with one thread for products; tests that share a server or a store run
+# in the same one.
+test test-fast: export OPENBLAS_NUM_THREADS := 1
 test: check
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 

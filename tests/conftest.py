@@ -58,7 +58,7 @@ MakeNight = Callable[..., "Night"]
 
 # Rooms whose tests share a server and stores, and so a process; the others go to whichever process is free. Of operations,
 # those that share the lab's servers have one of their own.
-SHARED = {"flows": "stores", "tasks": "stores", "operations": "servers"}
+SHARED = {"flows": "flows", "tasks": "tasks", "operations": "servers"}
 LEAST_PROCESSES = 4  # the tests of servers wait more than they compute
 SLOW = {"kivi_command", "lab", "loaded", "prefect_server", "smoke_night", "starter", "tracking"}  # fixtures that take seconds
 

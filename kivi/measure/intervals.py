@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from kivi.measure.records import Interval
 
@@ -36,7 +36,7 @@ def bootstrap_interval(means: Sequence[float], over: str, seed: int) -> Interval
     if len(means) < 2:
         return None
     method = f"percentile bootstrap, {RESAMPLES} resamples of {len(means)} {over}"
-    result = stats.bootstrap(
+    result = scipy.stats.bootstrap(
         (np.asarray(means),),
         np.mean,
         n_resamples=RESAMPLES,
@@ -56,6 +56,6 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
         return None
     logs = np.log(ratios)
     middle = float(np.mean(logs))
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(ratios) - 1) * stats.sem(logs))
+    reach = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(ratios) - 1) * scipy.stats.sem(logs))
     method = f"t interval of {len(ratios)} paired log ratios"
     return Interval(low=math.exp(middle - reach), high=math.exp(middle + reach), method=method)

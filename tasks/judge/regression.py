@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import scipy
 from pydantic import Field
-from scipy import stats
 
 from kivi.measure.records import Interval
 from kivi.measure.results import CellResult, ContextThroughput, MetricField, metric_fields
@@ -137,7 +137,7 @@ def compare(pairs: Sequence[Pair], tolerances: Tolerances, notes: Sequence[str] 
 
 
 def _adjust(p_values: list[float]) -> list[float]:
-    return [float(p) for p in stats.false_discovery_control(p_values)] if p_values else []
+    return [float(p) for p in scipy.stats.false_discovery_control(p_values)] if p_values else []
 
 
 def _observe(pair: Pair, tolerances: Tolerances) -> Iterator[_Observed]:

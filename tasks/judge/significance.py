@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from kivi.measure.records import Interval
 
@@ -89,7 +89,7 @@ def _signed_sums(differences: Floats) -> Floats:
 
 def welch(before: Floats, after: Floats) -> Estimate:
     """Return the change of the geometric mean; ``before`` and ``after`` are logarithms."""
-    test = stats.ttest_ind(after, before, equal_var=False)
+    test = scipy.stats.ttest_ind(after, before, equal_var=False)
     interval = test.confidence_interval(CONFIDENCE)
     low, high = (math.expm1(float(bound)) for bound in (interval.low, interval.high))
     method = f"Welch's t interval of log ratios, {before.size} and {after.size} rounds"
