@@ -6,7 +6,9 @@ keep them: :mod:`kivi.cache.storage` for one sequence, :mod:`kivi.cache.rows` fo
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -15,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 
 from kivi.accounting import CacheBytes, Token, packed_bytes
 from kivi.attention import require_dispatch
@@ -30,6 +33,7 @@ from kivi.spec import CacheSpec, SpecError
 # Up to here queries attend on codes; more queries share the cost of dequantising the history once. Enough for decoding and
 # for the drafts of speculative decoding (mlx-lm's default is 2 or 3 a step).
 MAX_CODE_QUERIES = 8
+SHORT_CALL = 16  # tokens of a call up to which its queries see what they would if its tokens came one at a time
 
 
 class _LongCall(threading.local):
@@ -154,6 +158,38 @@ class PackedCache(ABC):
         """Attend to the stored numbers, which may be rotated, with queries that are rotated as the keys are."""
         length = queries.shape[-2]
         mask = self._mask_of_call(mask, length)
+        if length > 1 and mask is not None and (cuts := self._cuts(length)):
+            return self._attend_in_parts(queries, scale, mask, sinks, cuts)
+        return self._attend_as_it_is(queries, scale, mask, sinks)
+
+    def _attend_in_parts(
+        self, queries: mx.array, scale: float, mask: mx.array | str, sinks: mx.array | None, cuts: Sequence[int]
+    ) -> mx.array:
+        """Attend with the queries from each of ``cuts`` on when more is quantised, as if tokens came one at a time."""
+        length = queries.shape[-2]
+        columns: mx.array = create_causal_mask(length, offset=self.size() - length) if isinstance(mask, str) else mask
+        outputs = []
+        for start, stop in itertools.pairwise((0, *cuts, length)):
+            rows = columns if columns.ndim < 2 or columns.shape[-2] == 1 else columns[..., start:stop, :]
+            outputs.append(self._as_seen_by(start, length)._attend_as_it_is(queries[..., start:stop, :], scale, rows, sinks))
+        return mx.concatenate(outputs, axis=-2)
+
+    def _as_seen_by(self, query: int, length: int) -> Self:
+        """Return a copy as query number ``query`` of the last call's ``length`` sees it, to attend to and be forgotten.
+
+        What it quantises is written into spare capacity, where the call's end writes the same again.
+        """
+        seen = copy.copy(self)
+        seen._unchecked = Flags()
+        seen._sinks, seen._codes, seen._window = self._sinks.twin(), self._codes.twin(), self._window.twin()
+        seen._flush_for(query, length)
+        return seen
+
+    def _attend_as_it_is(
+        self, queries: mx.array, scale: float, mask: mx.array | str | None, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend with queries that all see the cache as it is, but for the mask."""
+        length = queries.shape[-2]
         if not self._attends_on_codes(length):
             keys, values = self._restore()
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
@@ -164,7 +200,7 @@ class PackedCache(ABC):
         return self.backend.decode_attention(queries, self._history(), scale=scale, causal=causal, mask=columns, sinks=sinks)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all tokens in order as the queries of the last call see them, keys and values ``[B, H, size(), D]``.
+        """Return all tokens in order as the first query of the last call sees them, keys and values ``[B, H, size(), D]``.
 
         Costly: the history is dequantised at each call, as :func:`kivi.quantize.group_dequantize` does.
 
@@ -255,6 +291,14 @@ class PackedCache(ABC):
     @abstractmethod
     def _settle(self) -> None:
         """Bring the state to that of the last token, once the call's queries are through."""
+
+    @abstractmethod
+    def _cuts(self, length: int) -> list[int]:
+        """Return the queries of the last call's ``length`` from which on more is quantised, where it is a short one."""
+
+    @abstractmethod
+    def _flush_for(self, query: int, length: int) -> None:
+        """Quantise what is quantised for query number ``query`` of the last call's ``length``."""
 
     @abstractmethod
     def _mask_of_call(self, mask: mx.array | str | None, length: int) -> mx.array | str | None:

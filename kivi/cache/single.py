@@ -11,8 +11,9 @@ Tokens leave the window in whole groups counted from position 0::
 
 so the window holds ``residual_length`` to ``residual_length + G - 1`` tokens, and codes, once written, never change.
 
-What a query sees: a call's queries see as quantised what the call's *first* query would see if tokens came one at a time;
-the call's other tokens are exact for it. After the call the state is that of its last token, whatever the chunking.
+What a query sees: the queries of a short call, of at most 16 tokens, see as quantised what they would see if tokens came one at
+a time, so that drafts change nothing. Those of a longer call see as quantised what its *first* query would see; the call's
+other tokens are exact for them. After the call the state is that of its last token, whatever the chunking.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from kivi.cache.overflow import NonFiniteError, in_layer, not_finite
-from kivi.cache.packed import PackedCache, Tokens
+from kivi.cache.packed import SHORT_CALL, PackedCache, Tokens
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
 from kivi.cache.storage import CodeStore, ExactStore, live_arrays
 from kivi.codec import Packed
@@ -234,6 +235,16 @@ class KIVICache(PackedCache):
 
     def _settle(self) -> None:
         self._flush(self.offset)
+
+    def _cuts(self, length: int) -> list[int]:
+        before, spec = self.offset - length, self.spec
+        if length > SHORT_CALL or self.offset < self._codes.count + self._longest_exact:
+            return []
+        quantized = [max(spec.quantized_tokens(before + query + 1), self._codes.count) for query in range(length)]
+        return [query for query in range(1, length) if quantized[query] > quantized[query - 1]]
+
+    def _flush_for(self, query: int, length: int) -> None:
+        self._flush(self.offset - length + query + 1)
 
     def _reopen(self, kept: int) -> None:
         """Move the frontier back to the last whole group of the first ``kept`` tokens; what follows returns to the window."""

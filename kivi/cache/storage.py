@@ -6,8 +6,9 @@ their buffers: what is kept is always written into an array made here, never a v
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -93,6 +94,12 @@ def _first(array: mx.array, axis: int, count: int) -> mx.array:
 
 class Store:
     """What keeps tokens of a cache, in arrays among its attributes."""
+
+    def twin(self) -> Self:
+        """Return a store of the same tokens, in the same arrays until one of the two reallocates."""
+        twin = copy.copy(self)
+        vars(twin).update({name: list(value) for name, value in vars(self).items() if isinstance(value, list)})
+        return twin
 
 
 class CodeStore(Store):

@@ -153,3 +153,33 @@ def test_a_saved_cache_goes_on_where_it_was(model, tmp_path):
 def test_packed_caches_are_stopped_in_a_model_that_would_not_ask_them(model):
     with pytest.raises(AttentionError, match=r"does not attend through kivi: make its caches with kivi\.make_prompt_cache"):
         model(mx.array([PROMPT]), cache=[KIVICache(SPEC) for _ in model.layers])
+
+
+@pytest.mark.parametrize("rotate", ["none", "both"])
+@pytest.mark.parametrize("before", [78, 79, 108])  # tokens; the first group is quantised with the 80th, then every 32nd
+def test_a_short_calls_queries_see_what_they_would_one_at_a_time(model, before, rotate):
+    """At 2 bits a group that is seen exact instead of quantised moves logits by far more than float noise."""
+    spec = CacheSpec(key_bits=2, value_bits=2, residual_length=16, sink_length=32, rotate=rotate, backend="mlx")
+    for count in (2, 5, 16):
+        at_once, one_by_one = (make_prompt_cache(model, spec) for _ in range(2))
+        for caches in (at_once, one_by_one):
+            mx.eval(model(mx.array([PROMPT[:before]]), cache=caches))
+        tokens = PROMPT[40 : 40 + count]
+        together = model(mx.array([tokens]), cache=at_once)[0]
+        alone = mx.stack([model(mx.array([[token]]), cache=one_by_one)[0, -1] for token in tokens])
+        assert_close(together, alone)
+        assert_close(next_logits(model, at_once), next_logits(model, one_by_one))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_drafts_that_are_right_change_nothing_at_few_bits(model, bits, drafts):
+    spec = CacheSpec(key_bits=bits, value_bits=bits, residual_length=16, backend="mlx")
+    plain = list(generate_step(mx.array(PROMPT), model, max_tokens=80, prompt_cache=make_prompt_cache(model, spec)))
+    caches = make_prompt_cache(model, spec) + make_prompt_cache(model, spec)
+    drafted = speculative_generate_step(
+        mx.array(PROMPT), model, model, num_draft_tokens=drafts, max_tokens=80, prompt_cache=caches
+    )
+    for (token, logprobs), (other, theirs, _) in zip(plain, drafted, strict=True):
+        assert token == other
+        assert_close(theirs, logprobs)

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
 from kivi.cache.batch import BatchKIVICache
-from kivi.cache.packed import MAX_CODE_QUERIES
+from kivi.cache.packed import MAX_CODE_QUERIES, SHORT_CALL
 from kivi.cache.roundtrip import RoundTripKIVICache
 from kivi.cache.single import KIVICache
 from kivi.quantize import group_roundtrip
@@ -144,7 +144,7 @@ def test_a_batch_answers_as_the_unrotated_numbers_of_its_rows(rotated):
         cache.update_and_fetch(*tokens(length, seed=length))
     batch = KIVICache.merge(caches)
     assert isinstance(batch, BatchKIVICache)
-    for length in (1, MAX_CODE_QUERIES + 1):
+    for length in (1, SHORT_CALL + 1):
         mask = batch.make_mask(length)
         batch.update_and_fetch(*tokens(length, batch=2, seed=length))
         asked = queries(length, batch=2)
@@ -153,7 +153,7 @@ def test_a_batch_answers_as_the_unrotated_numbers_of_its_rows(rotated):
         assert distance(out, expected) < BOUNDS[mx.float32]
     for row, cache in enumerate(caches):
         taken = batch.extract(row)
-        for length in (1, MAX_CODE_QUERIES + 1):
+        for length in (1, SHORT_CALL + 1):
             cache.update_and_fetch(*(part[row : row + 1] for part in tokens(length, batch=2, seed=length)))
         assert all(mx.array_equal(*pair) for pair in zip(taken.dequantized(), cache.dequantized(), strict=True))
 
