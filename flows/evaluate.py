@@ -11,9 +11,11 @@ from pydantic import TypeAdapter
 
 from flows.matrix import run_matrix
 from flows.results import NightResult
+from kivi.build import make_prompt_cache
 from kivi.measure.settings import MeasureSettings
-from kivi.spec import CacheSpec
-from tasks.config import Model, NightlyConfig, Prompts, Spec, Thresholds
+from kivi.models.skeleton import build_skeleton
+from kivi.spec import CacheSpec, SpecError
+from tasks.config import Model, ModelConfig, NightlyConfig, Prompts, Spec, Thresholds
 from tasks.run.night import EVALUATE
 
 
@@ -28,13 +30,24 @@ MLX_BITS = (2, 4, 8)  # mlx-lm's quantised cache takes these for every model who
 MLX_PARAMS = 1  # bits a number of scale and bias, in 16 bits and groups of 32
 
 
-def compared(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """Return the full cache, mlx-lm's nearest to each of ``specs``, and these: each once.
+def compared(specs: Sequence[CacheSpec], model: ModelConfig) -> tuple[list[CacheSpec], list[str]]:
+    """Return the full cache, mlx-lm's nearest to each of ``specs``, and these, each once; and sentences on what is left out.
 
-    Nearest is the one of the fewest bits a number, scales included, that has no fewer than the spec's codes.
+    Nearest is the one of the fewest bits a number, scales included, that has no fewer than the spec's codes. It is left out
+    where the model's head dimension is no multiple of its groups.
+
+    Raises:
+        ModelError: the model cannot be built from its config.
     """
-    nearest = [_nearest(spec) for spec in specs if spec.kind.startswith("kivi")]
-    return list({spec.slug: spec for spec in (CacheSpec(kind="full"), *nearest, *specs)}.values())
+    skeleton = build_skeleton(model.name, revision=model.revision).model
+    taken, left_out = [], dict[str, str]()
+    for nearest in (_nearest(spec) for spec in specs if spec.kind.startswith("kivi")):
+        try:
+            make_prompt_cache(skeleton, nearest)
+            taken.append(nearest)
+        except SpecError as error:
+            left_out[nearest.slug] = f"{nearest.text} is left out: {error}"
+    return list({spec.slug: spec for spec in (CacheSpec(kind="full"), *taken, *specs)}.values()), list(left_out.values())
 
 
 def _nearest(spec: CacheSpec) -> CacheSpec:

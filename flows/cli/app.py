@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,9 +117,12 @@ def evaluate(
         from flows.evaluate import compared
         from flows.evaluate import evaluate as flow
 
-        if not alone:
-            matrix = matrix.model_copy(update={"specs": tuple(compared(matrix.specs))})
         _check(matrix, tracking_dir)
+        if not alone:
+            caches, left_out = compared(matrix.specs, matrix.models[0])
+            for sentence in left_out:
+                print_line(Console(stderr=True), sentence)
+            matrix = matrix.model_copy(update={"specs": tuple(caches)})
         (model_,), (prompts_,), (first, *others) = matrix.models, matrix.prompt_sets, matrix.specs
         cells = (model_, prompts_, first, matrix.measure, matrix.thresholds, tracking_dir.resolve(), refresh, tuple(others))
         result = run_flow(lambda: flow(*cells, return_state=True))
@@ -172,11 +176,12 @@ def doctor(tracking_dir: TrackingDir = MLRUNS, as_json: AsJson = False) -> None:
 def ui(
     tracking_dir: TrackingDir = MLRUNS,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; links in reports name 5050.")] = 5050,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the latest night in the browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve MLflow on the local store, and print its links once it answers.
 
-    Example: kivi ui --port 5051
+    Example: kivi ui --open
     """
     with sentences():
         from flows.serve.ui import links, serve
@@ -190,6 +195,8 @@ def ui(
                 for name, address in where.model_dump(exclude_none=True).items():
                     print_line(Console(), f"{name:8}{address}")
             sys.stdout.flush()
+            if open_page:
+                webbrowser.open(where.latest or where.nights)
 
         code = serve(tracking_dir, port, show)
     raise typer.Exit(code)

@@ -31,9 +31,11 @@ def compare(
     tracking_dir: TrackingDir = MLRUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the backends of this machine on caches: parity with the definition, and speed.
+    """Compare this machine's backends with each other, on each cache by itself: parity with the definition, and speed.
 
-    Example: kivi compare kivi:k4v3,g64 kivi:k2v2 --model none
+    Caches are compared with each other by kivi evaluate.
+
+    Example: kivi compare kivi:k4v3,g64 --model none
     """
     with sentences():
         from flows.cli.results import finish

@@ -128,6 +128,9 @@ def _show_comparison(console: Console, checked: Checked, result: ComparisonResul
             console.print(table(f"{spec.spec.text}: {title}", header, lines))
     for line in result.not_run:
         print_line(console, line, "yellow")
+    if len(result.specs) > 1:
+        specs = " ".join(shlex.quote(spec.spec.text) for spec in result.specs)
+        print_line(console, f"backends were compared on each cache; to compare the caches: kivi evaluate MODEL PROMPTS {specs}")
     _show_verdict(console, checked, f"took {show_seconds(result.seconds)}", result.problems)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from uuid import UUID
 
 import pytest
@@ -9,6 +10,7 @@ from prefect.client.orchestration import get_client
 
 from flows.evaluate import compared, evaluate
 from kivi.spec import CacheSpec
+from tasks.config import ModelConfig
 
 MEASURE = {
     "score": {"sequences": 1, "length": 128},
@@ -28,7 +30,16 @@ MEASURE = {
 )
 def test_full_and_the_nearest_of_mlx_lm_come_along(specs, beside):
     wanted = dict.fromkeys(["full", *beside, *specs])
-    assert [spec.text for spec in compared([CacheSpec.parse(text) for text in specs])] == list(wanted)
+    caches, left_out = compared([CacheSpec.parse(text) for text in specs], ModelConfig())
+    assert ([spec.text for spec in caches], left_out) == (list(wanted), [])
+
+
+def test_what_mlx_lms_cache_cannot_take_is_left_out_with_a_sentence(tiny_folder, tmp_path):
+    config = json.loads((tiny_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 48}))
+    caches, (sentence,) = compared([CacheSpec.parse("kivi:k4v4")], ModelConfig(name=str(tmp_path)))
+    assert [spec.text for spec in caches] == ["full", "kivi:k4v4"]
+    assert sentence.startswith("mlx-quantized:k4v4 is left out: ") and "48" in sentence
 
 
 def test_cells_are_measured_and_have_a_verdict(prefect_server, tmp_path):

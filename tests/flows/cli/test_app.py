@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from importlib import metadata
 
@@ -254,14 +255,23 @@ def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_comman
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*kivi_command, "ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--json"]
+    command = [*kivi_command, "ui", "--tracking-dir", tmp_path / "mlruns", "--port", str(port), "--open", "--json"]
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > "{opened}"\n')
+    browser.chmod(0o755)
     # As a terminal has it: the command and what it starts are one group, which Ctrl-C and the end of the terminal go to.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    environment = {**os.environ, "BROWSER": str(browser)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         links = json.loads(process.stdout.readline())
         with urllib.request.urlopen(links["nights"].partition("#")[0], timeout=60) as answer:  # noqa: S310  http, and ours
             page = answer.read().decode()  # links are printed when the server answers, not before
-        server = psutil.Process(process.pid).children()[0]
+        while not opened.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        (server,) = [child for child in psutil.Process(process.pid).children() if "mlflow" in child.cmdline()]
         assert os.getpgid(server.pid) != process.pid
     finally:
         os.killpg(process.pid, sent)
@@ -271,6 +281,7 @@ def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_comman
     assert not server.is_running()
     assert "<title>MLflow</title>" in page
     assert "/#/compare-runs?runs=" in links["compare"]
+    assert opened.read_text().strip() == links["latest"]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0  # the server has ended with the command
 

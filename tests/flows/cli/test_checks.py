@@ -61,13 +61,14 @@ def test_bad_usage_is_one_sentence_and_exit_code_2(tmp_path, arguments, sentence
 def test_compare_prints_its_result_as_json_and_the_tables_beside_it(prefect_server, tracking_dir, tmp_path):
     settings = tmp_path / "small.yaml"
     settings.write_text(yaml.safe_dump(SMALL))
-    arguments = ("compare", "kivi:bits=2,residual=32", "--model", "none", "--settings", settings)
+    arguments = ("compare", "kivi:bits=2,residual=32", "kivi:k2v2,r64", "--model", "none", "--settings", settings)
     done = call(*arguments, "--tracking-dir", tracking_dir, "--json")
     assert done.exit_code == 0, done.output
     written = json.loads(done.stdout)
     assert written["passed"] and ComparisonResult.model_validate(written["result"]).passed
     assert "parity with the definition" in done.stderr and "metal: not run: no Metal device" in done.stderr
     assert written["logged"]["run_id"] in done.stderr
+    assert "to compare the caches: kivi evaluate MODEL PROMPTS kivi:k2v2,r32 kivi:k2v2,r64" in done.stderr
 
 
 def test_audit_of_one_check_shows_its_evidence(prefect_server, tracking_dir):
