@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from flows.cli import baseline, checks, store, tune
-from flows.cli.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, run_flow, sentences
+from flows.cli.commands import FAILED, MLRUNS, PASSED, AsJson, TrackingDir, pinned, run_flow, sentences
 from flows.cli.fit import fit
 from flows.cli.output import print_json, print_line
 
@@ -90,7 +90,10 @@ def nightly(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="embedded, a folder in mlx-lm's format, or a Hugging Face id as ID@COMMIT.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="embedded, a folder in mlx-lm's format, or a Hugging Face id: ID@COMMIT, or ID for its latest."),
+    ],
     prompts: Annotated[str, typer.Argument(help="humaneval, retrieval, a Hugging Face id, or a local file or folder.")],
     specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="Caches: kivi:k4v3,g64 or KIND[:key=value,...].")],
     column: Annotated[str | None, typer.Option(help="Column of the prompt set that holds the text.")] = None,
@@ -112,7 +115,7 @@ def evaluate(
         base = load_config(config) if config else None
         fields: dict[str, Any] = {"source": prompts, "column": column, "split": split, "limit": limit}
         extra = {"measure": base.measure, "thresholds": base.thresholds} if base else {}
-        matrix = checks.read(NightlyConfig, {"models": [model], "prompt_sets": [fields], "specs": specs, **extra})
+        matrix = checks.read(NightlyConfig, {"models": [pinned(model)], "prompt_sets": [fields], "specs": specs, **extra})
         from flows.cli.results import finish
         from flows.evaluate import compared
         from flows.evaluate import evaluate as flow

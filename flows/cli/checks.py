@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from flows.cli.commands import MLRUNS, AsJson, TrackingDir, run_flow, sentences
+from flows.cli.commands import MLRUNS, AsJson, TrackingDir, pinned, run_flow, sentences
 
 Loaded = TypeVar("Loaded")
 
@@ -15,7 +15,7 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="embedded, a folder in mlx-lm's format, a Hugging Face id as ID@COMMIT, or none.",
+        help="embedded, a folder in mlx-lm's format, a Hugging Face id (ID@COMMIT, or ID for its latest), or none.",
         show_default="embedded",
     ),
 ]
@@ -81,7 +81,7 @@ def audit(
 
 def _model(name: str | None) -> dict[str, str | None]:
     """Return the field that the option gives; none where it was not given, so that a file may give it."""
-    return {} if name is None else {"model": None if name == "none" else name}
+    return {} if name is None else {"model": None if name == "none" else pinned(name)}
 
 
 def read(kind: type[Loaded], fields: dict[str, Any], settings: Path | None = None) -> Loaded:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from flows import interruption
+from flows.cli.output import print_line
 from flows.errors import sentence
 
 PASSED, FAILED, USAGE = 0, 1, 2
@@ -39,6 +40,23 @@ def sentences() -> Iterator[None]:
         raise typer.Exit(USAGE) from None
     finally:
         interruption.settle()
+
+
+def pinned(model: str) -> str:
+    """Return ``model``, a Hugging Face id with its commit, which is printed if it was not given.
+
+    Raises:
+        ModelError: there is no such model, or nobody knows its commit.
+    """
+    from kivi.models import find_commit
+    from tasks.config import split_model
+
+    name, revision = split_model(model)
+    commit = find_commit(name, revision)
+    if commit in (None, revision):
+        return model
+    print_line(Console(stderr=True), f"{name} is at commit {commit}; {name}@{commit} will be the same weights another day")
+    return f"{name}@{commit}"
 
 
 def run_flow(flow: Callable[[], Any]) -> Any:

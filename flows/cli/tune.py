@@ -8,13 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.checks import read
-from flows.cli.commands import MLRUNS, AsJson, TrackingDir, run_flow, sentences
+from flows.cli.commands import MLRUNS, AsJson, TrackingDir, pinned, run_flow, sentences
 
 Column = Annotated[str | None, typer.Option(help="Column that holds the text, of both prompt sets where they are files.")]
 
 
 def tune(
-    model: Annotated[str, typer.Argument(help="embedded, a folder in mlx-lm's format, or a Hugging Face id as ID@COMMIT.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="embedded, a folder in mlx-lm's format, or a Hugging Face id: ID@COMMIT, or ID for its latest."),
+    ],
     prompts: Annotated[
         str | None, typer.Argument(help="Judged on these; by default humaneval, calibrated on topics (Python's reference).")
     ] = None,
@@ -61,7 +64,7 @@ def tune(
             "seed": seed,
         }
         fields = {name: value for name, value in given.items() if value is not None}
-        config = read(TuneConfig, {"model": model, **fields}, settings)
+        config = read(TuneConfig, {"model": pinned(model), **fields}, settings)
         require_tunable(config)
         result = run_flow(lambda: flow(config, tracking_dir.resolve(), return_state=True))
     finish(result, tracking_dir, as_json)

@@ -159,6 +159,32 @@ def check_model(name: str = EMBEDDED, revision: str | None = None) -> None:
         _check_hub(name, revision)
 
 
+def find_commit(name: str, revision: str | None = None) -> str | None:
+    """Return the commit of a Hugging Face id at which a branch or tag is now; None for what has no commits.
+
+    Without network it is that of the copy which was downloaded last.
+
+    Args:
+        name: As for :func:`load_model`.
+        revision: A branch, tag or commit; None is the main branch.
+
+    Raises:
+        ModelError: there is no such model or revision, or nobody knows.
+    """
+    if name == EMBEDDED or Path(name).is_dir():
+        return None
+    _require_hub_id(name)
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    try:
+        return HfApi().model_info(name, revision=revision, timeout=20).sha
+    except Exception as error:  # the HTTP library's own errors come through
+        try:
+            return Path(snapshot_download(name, revision=revision, local_files_only=True)).name
+        except (LocalEntryNotFoundError, HFValidationError):
+            raise _hub_error(name, revision, error) from error
+
+
 def _require_cache_dir() -> None:
     """Make the project's cache folder, where models and digests are kept."""
     folder = embedded.cache_dir()

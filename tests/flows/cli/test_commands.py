@@ -9,7 +9,7 @@ import typer
 from mlflow.exceptions import MlflowException
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli.commands import USAGE, run_flow, sentences
+from flows.cli.commands import USAGE, pinned, run_flow, sentences
 from flows.serve.background import free_port
 
 
@@ -42,3 +42,11 @@ def test_a_prefect_server_that_is_set_and_does_not_answer_is_a_sentence(capfd):
     (said,) = capfd.readouterr().err.splitlines()
     shown = re.escape(dead.replace("user:password", "[user]"))
     assert re.match(rf"kivi: PREFECT_API_URL={shown}: no Prefect server answers \(.*\); start it, or", said)
+
+
+def test_a_model_without_a_commit_gets_one_that_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr("kivi.models.find_commit", lambda _, revision: revision or "a" * 40)
+    assert pinned("org/mine") == "org/mine@" + "a" * 40
+    assert f"org/mine is at commit {'a' * 40}; org/mine@{'a' * 40} will be the same weights" in capsys.readouterr().err
+    assert pinned("org/mine@" + "b" * 40) == "org/mine@" + "b" * 40
+    assert capsys.readouterr().err == ""

@@ -232,8 +232,10 @@ class _Hub(BaseHTTPRequestHandler):
     """Answers as Hugging Face does for a gated repository, one that does not exist, and a commit that does not."""
 
     def do_GET(self) -> None:
-        code, error = (404, "RepoNotFound")
-        if "/org/gated" in self.path:
+        code, error, body = 404, "RepoNotFound", b""
+        if self.path == "/api/models/org/open":
+            code, error, body = 200, "", json.dumps({"id": "org/open", "sha": "a" * 40}).encode()
+        elif "/org/gated" in self.path:
             code, error = (403, "GatedRepo")
         elif "/org/open/auth-check" in self.path:
             code, error = (200, "")
@@ -242,8 +244,9 @@ class _Hub(BaseHTTPRequestHandler):
         self.send_response(code)
         if error:
             self.send_header("X-Error-Code", error)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     do_HEAD = do_GET  # noqa: N815  the name that the server looks for
 
@@ -262,13 +265,18 @@ def hub() -> Iterator[str]:
 def test_what_the_hub_refuses_is_one_sentence_each(hub: str, tmp_path: Path) -> None:
     code = """
 import json, kivi
-from kivi.models import ModelError, check_model
+from kivi.models import ModelError, check_model, find_commit
 said = {}
 for name in ("org/gated", "org/missing", "org/open"):
     try:
         check_model(name, "0" * 40)
     except ModelError as error:
         said[name] = str(error)
+said["commits"] = [find_commit("org/open"), find_commit("org/open", "b" * 40), find_commit("embedded")]
+try:
+    find_commit("org/missing")
+except ModelError as error:
+    said["nobody's"] = str(error)
 print(json.dumps(said))
 """
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
@@ -277,6 +285,20 @@ print(json.dumps(said))
     assert "is gated" in said["org/gated"]
     assert "does not exist on Hugging Face" in said["org/missing"]
     assert f"has no revision {'0' * 40}" in said["org/open"]
+    assert said["commits"] == ["a" * 40, "b" * 40, None]
+    assert "does not exist on Hugging Face" in said["nobody's"]
+
+
+def test_without_the_hub_a_branch_is_where_the_downloaded_copy_is(tmp_path: Path) -> None:
+    copy = tmp_path / "hub" / "models--org--mine"
+    (copy / "snapshots" / ("c" * 40)).mkdir(parents=True)
+    (copy / "snapshots" / ("c" * 40) / "config.json").write_text("{}")
+    (copy / "refs").mkdir()
+    (copy / "refs" / "main").write_text("c" * 40)
+    code = "import kivi; from kivi.models import find_commit; print(find_commit('org/mine'))"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "c" * 40
 
 
 def test_the_digest_follows_the_weights_and_is_remembered(
