@@ -34,7 +34,8 @@ def audit_cell(arm: Arm, scores: Scores, growth: int, compared: int) -> Audit:
     Args:
         arm: The arm, with its caches as they were left.
         scores: The scored positions of the same spec.
-        growth: Bytes by which MLX's active memory grew since before the caches were made.
+        growth: Bytes by which MLX's active memory grew since before the caches were made, with the states of recurrent layers
+            in arrays of their own (:func:`kivi.measure.arms.unpin_states`).
         compared: Tokens a row that were fed when the generation's last logits were compared.
     """
     layers = [cache_bytes(cache) for cache in arm.caches]

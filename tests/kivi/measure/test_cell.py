@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 from pydantic import ValidationError
 
 from kivi.accounting import CacheBytes
@@ -119,6 +120,27 @@ def test_layers_with_a_cache_of_their_own_are_listed(measure: Measure, tiny: Tin
     assert set(result.provenance.layers_kept.values()) == {"RotatingKVCache"}
     assert result.audit.passed
     assert result.audit.findings[0].name == "layers kept"
+
+
+def test_a_recurrent_models_own_caches_are_held_to_their_states_not_to_what_views_pin(measure: Measure, tiny: Tiny) -> None:
+    result = measure(SPECS[0], tiny("mamba", intermediate_size=8192, hidden_size=16, state_size=1))
+    assert errors(result) == {}
+    assert (result.memory.growth_bytes or 0) > 1.2 * result.memory.resident_bytes  # mlx-lm's states are views
+
+
+def test_a_recurrent_models_cache_that_keeps_a_copy_is_seen(
+    measure: Measure, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden: WeakKeyDictionary[ArraysCache, dict[int, mx.array]] = WeakKeyDictionary()
+
+    def keep(self: ArraysCache, index: int, value: mx.array) -> None:
+        self.cache[index] = value
+        hidden.setdefault(self, {})[index] = value + 0
+        mx.eval(hidden[self])
+
+    monkeypatch.setattr(ArraysCache, "__setitem__", keep)
+    result = measure(SPECS[0], tiny("mamba", intermediate_size=8192, hidden_size=16, state_size=1))
+    assert set(errors(result)) == {"active memory"}
 
 
 def test_the_zero_guard_sees_that_the_quantiser_never_ran(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
