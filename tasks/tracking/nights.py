@@ -15,7 +15,7 @@ from kivi.measure import perplexity
 from kivi.measure.results import CellResult, metric_fields, metric_values
 from tasks.judge.gate import Verdict
 from tasks.report.figures import cell_figure
-from tasks.report.provenance import origin_tags
+from tasks.report.provenance import kept_layers, origin_tags
 from tasks.run.night import Night, Outcome, PromptSource, digest
 from tasks.sanitize import visible
 from tasks.tracking.runs import (
@@ -231,6 +231,8 @@ def cell_params(result: CellResult) -> dict[str, str]:
         "prompt_set": made.prompt_set,
         "spec": result.spec.slug,
         **cache_params(result.spec),
+        "layers_quantized": str(made.layers_quantized),
+        "layers_kept": kept_layers(made),
         "backend": made.backend,
         "dtype": made.model_dtype,
         "device": made.device,

@@ -10,7 +10,7 @@ import pytest
 from tasks.config import NightlyConfig
 from tasks.judge.gate import judge
 from tasks.report.provenance import origin_tags
-from tasks.tracking.nights import find_cells, finish_night, log_night, roll_ups
+from tasks.tracking.nights import cell_params, find_cells, finish_night, log_night, roll_ups
 from tasks.tracking.store import TrackingError, writer
 
 CONFIG = NightlyConfig(specs=("full",))
@@ -59,6 +59,8 @@ def test_a_child_holds_the_params_metrics_and_tags_of_the_design(store, make_res
         "cache.residual_length": "128",
         "cache.sink_length": "0",
         "cache.param_dtype": "float16",
+        "layers_quantized": "30",
+        "layers_kept": "none",
         "backend": "mlx",
         "dtype": "float32",
         "device": "x86-64 processor, 2 cores",
@@ -78,6 +80,13 @@ def test_a_result_of_code_that_was_changed_says_so(make_result):
     ran_with = {"kivi.blas": "OpenBLAS", "kivi.package.mlx": "0.32.4", "kivi.package.mlx-lm": "0.32.2"}
     assert origin_tags(made) == {"kivi.git_sha": "0123abc", **ran_with}
     assert origin_tags(made.model_copy(update={"git_dirty": True})) == {"kivi.git_sha": "0123abc-dirty", **ran_with}
+
+
+def test_the_params_say_which_layers_keep_their_own_cache(make_result):
+    result = make_result()
+    kept = {"layers_quantized": 2, "layers_kept": {"0": "RotatingKVCache", "2": "RotatingKVCache", "3": "ArraysCache"}}
+    params = cell_params(result.model_copy(update={"provenance": result.provenance.model_copy(update=kept)}))
+    assert (params["layers_quantized"], params["layers_kept"]) == ("2", "RotatingKVCache: 0, 2; ArraysCache: 3")
 
 
 def test_every_cell_has_the_same_params(store, make_result, make_night):
