@@ -118,8 +118,8 @@ def _zero_guard(arm: Arm, scores: Scores) -> Iterator[Finding]:
     elif kl.mean() < least and not flips.any():
         yield _error(
             "plausible KL",
-            f"codes of so few bits cost more: over {kl.size} positions the mean KL is {kl.mean():.2g}, at least {least:.2g} nats are "
-            "plausible; look for exact numbers that are attended to",
+            f"codes of so few bits cost more: over {kl.size} positions the mean KL is {kl.mean():.2g}, at least "
+            f"{least:.2g} nats are plausible; look for exact numbers that are attended to",
         )
 
 
