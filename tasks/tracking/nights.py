@@ -23,6 +23,7 @@ from tasks.tracking.runs import (
     Point,
     cache_params,
     close_stale,
+    close_twins,
     fill,
     log_points,
     reopen,
@@ -91,6 +92,8 @@ def finish_night(
         files: Text artefacts by their path.
     """
     run = store.client.get_run(parent_id)
+    close_twins(store, find_cells(store, parent_id), keep=parent_id)  # cells are all closed by now
+    close_twins(store, search(store, {"kivi.kind": "matrix", "kivi.night_key": night.key}), keep=parent_id)
     _log_roll_ups(store, run, night, verdict)
     children = {child.data.tags["kivi.cell_key"]: child.info.run_id for child in find_cells(store, parent_id)}
     for outcome in night.outcomes:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from tasks.config import NightlyConfig
 from tasks.judge.gate import judge
 from tasks.report.provenance import origin_tags
-from tasks.tracking.nights import cell_params, find_cells, finish_night, log_night, roll_ups
+from tasks.tracking.nights import cell_params, find_cells, find_nights, finish_night, log_night, roll_ups
 from tasks.tracking.store import TrackingError, writer
 
 CONFIG = NightlyConfig(specs=("full",))
@@ -73,6 +75,27 @@ def test_a_child_holds_the_params_metrics_and_tags_of_the_design(store, make_res
     assert tags["kivi.prompt_sha256"] == "ab" * 32
     assert child.info.start_time == 1_795_917_600_000  # the result's own start, 2026-11-29 02:00 UTC
     assert child.info.end_time - child.info.start_time == 20_500  # and what its parts took
+
+
+@pytest.mark.parametrize("reply", ["repeated", "lost"])
+def test_a_lost_reply_to_a_creation_leaves_one_parent_and_one_run_a_cell(store, make_result, make_night, monkeypatch, reply):
+    create = store.client.create_run
+
+    def with_a_lost_reply(*arguments, **options):
+        first = create(*arguments, **options)
+        if reply == "lost":
+            raise MlflowException("API request failed: Read timed out")
+        time.sleep(0.002)
+        return create(*arguments, **options) if first else None  # as MLflow's client repeats a request
+
+    monkeypatch.setattr(store.client, "create_run", with_a_lost_reply)
+    parent = log(store, make_night(make_result("full"), make_result()))
+    (night,) = find_nights(store)
+    cells = find_cells(store, parent)
+    assert night.info.run_id == parent and night.data.tags["kivi.verdict"] == "pass"
+    assert [cell.data.tags["kivi.verdict"] for cell in cells] == ["pass", "pass"]
+    assert {cell.info.status for cell in cells} == {"FINISHED"}
+    assert not store.client.search_runs([store.experiment_id], "attributes.status = 'RUNNING'")
 
 
 def test_a_result_of_code_that_was_changed_says_so(make_result):
