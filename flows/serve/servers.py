@@ -189,8 +189,13 @@ def launch_mlflow(tracking_dir: Path, port: int = UI_PORT) -> Launch:
     return mlflow_server(tracking_dir, *_listen(MLFLOW, port), os.environ)
 
 
-def mlflow_server(tracking_dir: Path, host: str, port: int, instead: Mapping[str, str] | None = None) -> Launch:
-    """Return how MLflow's server is started on a tracking folder's store, or on what the variables of ``instead`` name."""
+def mlflow_server(
+    tracking_dir: Path, host: str, port: int, instead: Mapping[str, str] | None = None, owner: int | None = None
+) -> Launch:
+    """Return how MLflow's server is started on a tracking folder's store, or on what the variables of ``instead`` name.
+
+    With ``owner``, a descriptor as :func:`flows.serve.guard.guarded` takes it, the server ends with its owner.
+    """
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     settings = {
         **os.environ,
@@ -201,7 +206,7 @@ def mlflow_server(tracking_dir: Path, host: str, port: int, instead: Mapping[str
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **(instead or {}),
     }
-    return Launch(guarded(command), settings, f"http://{host}:{port}")  # it leaves the serving to a child
+    return Launch(guarded(command, owner=owner), settings, f"http://{host}:{port}")  # it leaves the serving to a child
 
 
 def launch_worker(name: str, folder: Path, api: str, mlflow: str = "") -> Launch:

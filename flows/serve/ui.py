@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,14 +62,21 @@ def serve(tracking_dir: Path, port: int, ready: Callable[[], None]) -> int:
     """
     if reason := refusal(HOST, port):
         raise TrackingError(f"port {port}: {reason}; choose another --port")
-    launch = mlflow_server(tracking_dir, HOST, port)
+    owner, _held = os.pipe()  # this process holds the other end until it ends, however it ends
+    launch = mlflow_server(tracking_dir, HOST, port, owner=owner)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     command = [*launch.command, "--uvicorn-opts", "--log-level warning"]
     with interruption.left_to_the_block():
         server = subprocess.Popen(  # noqa: S603  ours
-            command, env=launch.environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+            command,
+            env=launch.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            pass_fds=(owner,),
+            start_new_session=True,
         )
+        os.close(owner)
         try:
             while server.poll() is None and not answers(f"{launch.address}/health"):
                 time.sleep(POLL_S)

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from kivi.build import describe_layers, make_prompt_cache
 from kivi.cache.single import DequantizedKIVICache, KIVICache
@@ -115,6 +115,16 @@ def settle(caches: Iterable[Any]) -> None:
     """Evaluate everything that ``caches`` hold, so that no work is left for a later call, or a later clock."""
     mx.eval([cache.state for cache in caches])  # a packed cache quantises what is due when asked for its state
     mx.eval(list(held_arrays(caches)))
+
+
+def unpin_states(caches: Iterable[Any]) -> None:
+    """Give the caches of recurrent layers arrays of their own: what mlx-lm leaves there may be views, which pin larger ones."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            unpin_states(cache.caches)
+        elif isinstance(cache, ArraysCache):
+            cache.cache = [None if array is None else array + mx.array(0, array.dtype) for array in cache.cache]
+            mx.eval(cache.cache)
 
 
 def held_arrays(holder: Any) -> Iterator[mx.array]:

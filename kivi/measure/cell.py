@@ -12,7 +12,7 @@ import mlx.core as mx
 from kivi import backends, machine
 from kivi.measure import MeasureError, generation, quality
 from kivi.measure.answers.questions import Question, measure_answers
-from kivi.measure.arms import FULL, Arm
+from kivi.measure.arms import FULL, Arm, unpin_states
 from kivi.measure.audit.cell import audit_cell
 from kivi.measure.memory import accounting, full_token, memory, settled_memory
 from kivi.measure.monitor import Monitor
@@ -78,6 +78,8 @@ def measure_cell(
         arm = Arm(model, spec)
         decoded = generation.decode(arm, prompts, trajectory, monitor)
         growth = settled_memory() - before
+        unpin_states(arm.caches)
+        unpinned = settled_memory() - before
         arm.check_finite()
     answers = None
     if settings.answers is not None:
@@ -87,7 +89,7 @@ def measure_cell(
             )
     with clock.part("audit"):
         share, itemsize = _full_token(model)
-        audit = audit_cell(arm, scores, growth, compared=settings.generation.context + steps - 1)
+        audit = audit_cell(arm, scores, unpinned, compared=settings.generation.context + steps - 1)
     return CellResult(
         cell_key=cell_key,
         quality=figures,

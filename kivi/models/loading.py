@@ -328,7 +328,10 @@ def _hub_error(name: str, revision: str | None, error: Exception) -> ModelError:
 
 
 def _check_folder(folder: Path, name: str) -> None:
-    """Refuse what mlx-lm would stumble over later, or would have to run code for."""
+    """Refuse what mlx-lm would stumble over later, would wait for without end, or would have to run code for."""
+    for path in folder.iterdir():
+        if not (path.is_file() or path.is_dir()):
+            raise ModelError(f"model {name!r}: {path.name} is neither a file nor a folder, and reading it may never end")
     _check_config(folder, name)
     present = {path.name for path in _weight_files(folder)}
     if not present:

@@ -25,8 +25,19 @@ from tasks.config import Config
 from tasks.judge.gate import Verdict
 from tasks.paths import UI_ADDRESS, compare_path, run_path
 from tasks.report.figures import depth_figure, panel_title, pareto_figure, step_figure
-from tasks.report.provenance import facts
-from tasks.report.table import ANSWERS_LEGEND, HEADINGS, LEGEND, Row, columns, heading, rows, show_seconds, tier_bounds
+from tasks.report.provenance import facts, kept_layers
+from tasks.report.table import (
+    ANSWERS_LEGEND,
+    HEADINGS,
+    LAYERS_LEGEND,
+    LEGEND,
+    Row,
+    columns,
+    heading,
+    rows,
+    show_seconds,
+    tier_bounds,
+)
 from tasks.run.night import Night
 from tasks.run.result_files import StoreError
 from tasks.sanitize import markdown, visible
@@ -98,7 +109,7 @@ def build_report(
         "headings": {name: heading(name) for name in Row._fields},
         "columns": shown,
         "rows": [line._asdict() for line in lines],
-        "legend": LEGEND + (ANSWERS_LEGEND if "answers" in shown else ""),
+        "legend": LEGEND + (ANSWERS_LEGEND if "answers" in shown else "") + (LAYERS_LEGEND if "layers" in shown else ""),
         "tiers": tier_bounds(night, verdict),
         "figures": [figure.model_copy(update={"svg": Markup(figure.svg)}) for figure in figures.values()],  # noqa: S704  ours
         "links": linked,
@@ -176,6 +187,9 @@ def _facts(night: Night) -> dict[str, list[str]]:
             + (f", {prompts.rows} rows" if prompts.rows else "")
             + f", SHA-256 {prompts.sha256}"
             for prompts in night.prompt_sets
+        ],
+        "layers with a cache of their own": [
+            f"{one.spec.text}: {kept_layers(one)}; {one.layers_quantized} are quantised" for one in made if one.layers_kept
         ],
         "device": [one.device for one in made],
         "BLAS": origin["BLAS"],

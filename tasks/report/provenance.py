@@ -19,6 +19,14 @@ def facts(made: Provenance | ComparisonResult | AuditReport | Tuning) -> dict[st
     }
 
 
+def kept_layers(made: Provenance) -> str:
+    """Return which layers keep their own cache, by its class, e.g. ``RotatingKVCache: 0, 2``; ``none`` if no layer does."""
+    layers: dict[str, list[str]] = {}
+    for layer, why in made.layers_kept.items():
+        layers.setdefault(why, []).append(layer)
+    return "; ".join(f"{why}: {', '.join(indices)}" for why, indices in layers.items()) or "none"
+
+
 def provenance_section(made: ComparisonResult | AuditReport | Tuning, **further: str) -> list[str]:
     """Return the lines of Markdown, with what else is to be said by name."""
     measured = f"{made.started:%Y-%m-%d %H:%M} UTC in {show_seconds(made.seconds)}"

@@ -19,6 +19,7 @@ class Row(NamedTuple):
     """One cell as texts, safe to show; ``–`` where nothing was measured."""
 
     cache: str
+    layers: str
     bytes_4096: str
     bytes_32768: str
     smaller: str
@@ -37,6 +38,7 @@ class Row(NamedTuple):
 # A line break is where a terminal breaks the heading; elsewhere it is a space.
 HEADINGS = Row(
     cache="cache",
+    layers="layers\nquantised",
     bytes_4096="bytes a\ntoken at\n4,096",
     bytes_32768="bytes a\ntoken at\n32,768",
     smaller="smaller",
@@ -58,6 +60,7 @@ LEGEND = (
     "tier: by fixed bounds, and the figure that decided; it fails nothing. gate: limits and earlier nights. decode: tokens a "
     "second over the full cache's, same rounds; ≈ 1 where that is within the full cache's own spread."
 )
+LAYERS_LEGEND = " layers quantised: the others keep a cache of their own, which is in the bytes; the report's end lists them."
 ANSWERS_LEGEND = " answers: how right they are, with this cache and with the full one, on the same questions."
 DECIDED = {"kl_mean": "KL", "kl_p99": "KL p99", "flip_rate": "flips"}
 FAMILIES = ("full", "mlx-quantized", "kivi-roundtrip", "kivi")  # in the order of a table
@@ -132,10 +135,11 @@ def _row(outcome: Outcome, verdict: Verdict, backend: str) -> Row:
     where = visible(f"{cell.model.name} × {cell.prompt_set}")
     if result is None:
         return Row(**{**dict.fromkeys(Row._fields, NOTHING), "cache": name, "gate": "failed", "on": where})
-    memory, quality, throughput = result.memory, result.quality, result.throughput
+    memory, quality, throughput, made = result.memory, result.quality, result.throughput, result.provenance
     counted, interval = memory.bytes_per_token_4096, quality.kl_interval
     return Row(
         cache=name,
+        layers=f"{made.layers_quantized} of {made.layers_quantized + len(made.layers_kept)}" if made.layers_kept else NOTHING,
         bytes_4096=f"{counted:,.0f}" if counted else NOTHING,
         bytes_32768=f"{memory.bytes_per_token_32768:,.0f}" if memory.bytes_per_token_32768 else NOTHING,
         smaller=f"{memory.full_bytes / memory.tokens / counted:.2f}×" if counted else NOTHING,

@@ -15,7 +15,7 @@ from kivi.measure import perplexity
 from kivi.measure.results import CellResult, metric_fields, metric_values
 from tasks.judge.gate import Verdict
 from tasks.report.figures import cell_figure
-from tasks.report.provenance import origin_tags
+from tasks.report.provenance import kept_layers, origin_tags
 from tasks.run.night import Night, Outcome, PromptSource, digest
 from tasks.sanitize import visible
 from tasks.tracking.runs import (
@@ -23,6 +23,7 @@ from tasks.tracking.runs import (
     Point,
     cache_params,
     close_stale,
+    close_twins,
     fill,
     log_points,
     reopen,
@@ -91,6 +92,8 @@ def finish_night(
         files: Text artefacts by their path.
     """
     run = store.client.get_run(parent_id)
+    close_twins(store, find_cells(store, parent_id), keep=parent_id)  # cells are all closed by now
+    close_twins(store, search(store, {"kivi.kind": "matrix", "kivi.night_key": night.key}), keep=parent_id)
     _log_roll_ups(store, run, night, verdict)
     children = {child.data.tags["kivi.cell_key"]: child.info.run_id for child in find_cells(store, parent_id)}
     for outcome in night.outcomes:
@@ -231,6 +234,8 @@ def cell_params(result: CellResult) -> dict[str, str]:
         "prompt_set": made.prompt_set,
         "spec": result.spec.slug,
         **cache_params(result.spec),
+        "layers_quantized": str(made.layers_quantized),
+        "layers_kept": kept_layers(made),
         "backend": made.backend,
         "dtype": made.model_dtype,
         "device": made.device,

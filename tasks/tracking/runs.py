@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 
 from mlflow.entities import Metric, Param, Run, RunTag, ViewType
+from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from pydantic import Field
 
@@ -123,13 +124,32 @@ def log_entry(store: TrackingStore, entry: Entry, parent_id: str = "") -> str:
         reopen(store, run)
         tags = {**entry.tags, "kivi.verdict": "pass" if entry.passed else "fail"}
         fill(store, run, entry.model_copy(update={"tags": tags}))
+        close_twins(store, search(store, key), keep=run_id)
     return run_id
 
 
 def start(store: TrackingStore, name: str, started: float, tags: Mapping[str, str]) -> Run:
-    """Make a RUNNING run that began ``started`` seconds after 1970."""
-    every = {**tags, **writer_tag(store)}
-    return store.client.create_run(store.experiment_id, start_time=int(started * 1000), tags=every, run_name=visible(name))
+    """Make a RUNNING run that began ``started`` seconds after 1970.
+
+    A server's reply may be lost after it made the run, which is then found by its tags and start; :func:`close_twins` ends what
+    a repeated request made twice.
+    """
+    every, start_ms = {**tags, **writer_tag(store)}, int(started * 1000)
+    try:
+        return store.client.create_run(store.experiment_id, start_time=start_ms, tags=every, run_name=visible(name))
+    except MlflowException:
+        made = all_runs(store, f"attributes.status = 'RUNNING' AND attributes.start_time = {start_ms}")
+        for run in made:
+            if every.items() <= run.data.tags.items():
+                return run
+        raise
+
+
+def close_twins(store: TrackingStore, runs: Iterable[Run], keep: str) -> None:
+    """Supersede those of ``runs`` that were never ended, but ``keep``: a request whose reply was lost made them, empty."""
+    for run in runs:
+        if run.info.status not in ENDED and run.info.run_id != keep:
+            supersede(store, run, by=keep)
 
 
 def fill(store: TrackingStore, run: Run, content: Content, ended: int | None = None) -> None:

@@ -249,8 +249,10 @@ def test_a_store_that_could_not_be_logged_to_is_refused_before_anything_is_measu
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "hangup"])
-def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_command, sent):
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 0), (signal.SIGHUP, 0), (signal.SIGKILL, -9)], ids=["Ctrl-C", "hangup", "kill -9"]
+)
+def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_command, sent, code):
     assert call("import", result_file(), "--tracking-dir", tmp_path / "mlruns").exit_code == 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -275,10 +277,10 @@ def test_ui_serves_the_store_and_prints_links(tmp_path, result_file, kivi_comman
         assert os.getpgid(server.pid) != process.pid
     finally:
         os.killpg(process.pid, sent)
-        rest, said = process.communicate(timeout=180)
-    assert (process.returncode, rest) == (0, "")  # the server's own lines are not on stdout
+        rest, said = process.communicate(timeout=60)  # the server holds these pipes, too
+    assert (process.returncode, rest) == (code, "")  # the server's own lines are not on stdout
     assert "Traceback" not in said
-    assert not server.is_running()
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
     assert "<title>MLflow</title>" in page
     assert "/#/compare-runs?runs=" in links["compare"]
     assert opened.read_text().strip() == links["latest"]

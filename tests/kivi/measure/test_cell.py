@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 from pydantic import ValidationError
 
 from kivi.accounting import CacheBytes
@@ -121,6 +122,27 @@ def test_layers_with_a_cache_of_their_own_are_listed(measure: Measure, tiny: Tin
     assert result.audit.findings[0].name == "layers kept"
 
 
+def test_a_recurrent_models_own_caches_are_held_to_their_states_not_to_what_views_pin(measure: Measure, tiny: Tiny) -> None:
+    result = measure(SPECS[0], tiny("mamba", intermediate_size=8192, hidden_size=16, state_size=1))
+    assert errors(result) == {}
+    assert (result.memory.growth_bytes or 0) > 1.2 * result.memory.resident_bytes  # mlx-lm's states are views
+
+
+def test_a_recurrent_models_cache_that_keeps_a_copy_is_seen(
+    measure: Measure, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden: WeakKeyDictionary[ArraysCache, dict[int, mx.array]] = WeakKeyDictionary()
+
+    def keep(self: ArraysCache, index: int, value: mx.array) -> None:
+        self.cache[index] = value
+        hidden.setdefault(self, {})[index] = value + 0
+        mx.eval(hidden[self])
+
+    monkeypatch.setattr(ArraysCache, "__setitem__", keep)
+    result = measure(SPECS[0], tiny("mamba", intermediate_size=8192, hidden_size=16, state_size=1))
+    assert set(errors(result)) == {"active memory"}
+
+
 def test_the_zero_guard_sees_that_the_quantiser_never_ran(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundTripKIVICache, "_roundtrip", lambda *_: None)
     result = measure(ROUNDTRIP)
@@ -160,10 +182,11 @@ def test_a_cache_that_does_not_account_its_window_is_caught(measure: Measure, mo
     assert "resident" in errors(measure(PACKED))["byte accounting"]
 
 
-def audited(arm: Arm, growth: int = 0) -> set[str]:
+def audited(arm: Arm, growth: int = 0, kl: float = 1, flips: float = 1) -> set[str]:
     """Return the errors that the audit finds in an arm were its logits as they should be."""
     some = np.ones((1, 128), np.float32)
-    audit = audit_cell(arm, Scores(first=63, kl=some, flips=some, loss=some, loss_full=some), growth, compared=64)
+    scores = Scores(first=63, kl=kl * some, flips=flips * some, loss=some, loss_full=some)
+    audit = audit_cell(arm, scores, growth, compared=64)
     assert audit.passed == (not audit.findings)
     return {finding.name for finding in audit.findings}
 
@@ -185,6 +208,22 @@ def test_an_attribute_bits_is_caught(filled: Arm) -> None:
 def test_a_layer_with_another_cache_than_the_spec_says_is_caught(filled: Arm) -> None:
     filled.caches[1] = KVCache()
     assert audited(filled) == {"class"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "kl", "found"),
+    [
+        (PACKED, 2e-8, {"plausible KL"}),
+        (PACKED, 2e-6, set()),
+        (CacheSpec.parse("kivi:bits=8,residual=32,backend=mlx"), 2e-8, set()),
+        (SPECS[0], 1e-4, {"noise of full"}),
+        (SPECS[0], 1e-11, set()),
+    ],
+)
+def test_a_kl_that_cannot_be_is_an_error(spec: CacheSpec, kl: float, found: set[str], tiny: Tiny) -> None:
+    arm = Arm(tiny(), spec)
+    arm.prefill(mx.array([list(range(100))]))
+    assert audited(arm, kl=kl, flips=0) == found
 
 
 def test_memory_that_is_not_accounted_is_caught(filled: Arm) -> None:

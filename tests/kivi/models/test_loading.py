@@ -75,6 +75,14 @@ def numpy_logits(tokens: list[int]) -> np.ndarray[Any, Any]:
     return logits
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "model-2.safetensors", "config.json", "tokenizer.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(file: str, model_folder: Path) -> None:
+    (model_folder / file).unlink(missing_ok=True)
+    os.mkfifo(model_folder / file)
+    with pytest.raises(ModelError, match=f"{file} is neither a file nor a folder"):
+        check_model(str(model_folder))
+
+
 def test_the_embedded_model_computes_what_its_gguf_file_says(loaded: LoadedModel) -> None:
     tokens = loaded.tokenizer.encode("The quick brown fox jumps over 12 lazy dogs.")
     expected = numpy_logits(tokens)

@@ -61,6 +61,7 @@ def test_the_row_of_a_cell_reads_as_measured(make_result, make_night):
     (row,) = rows(night, judge(night, CONFIG))
     assert row._asdict() == {
         "cache": "kivi-roundtrip:k4v4",  # without the backend, which all cells share
+        "layers": "–",
         "bytes_4096": "640",
         "bytes_32768": "–",
         "smaller": "3.12×",
@@ -75,6 +76,20 @@ def test_the_row_of_a_cell_reads_as_measured(make_result, make_night):
         "gate": "pass",
         "on": "embedded × humaneval",
     }
+
+
+def test_layers_that_keep_their_own_cache_are_in_the_table_and_in_the_report(make_result, make_night):
+    result = make_result()
+    kept = {"layers_quantized": 2, "layers_kept": dict.fromkeys("0245", "RotatingKVCache")}
+    night = make_night(result.model_copy(update={"provenance": result.provenance.model_copy(update=kept)}), make_result("full"))
+    lines = rows(night, judge(night, CONFIG))
+    assert "layers" in columns(lines)
+    assert [line.layers for line in lines] == ["–", "2 of 6"]
+    report = make_report(night)
+    for text in (Page(report.html).text, report.markdown.replace("\\", "")):
+        assert "2 of 6" in text and "RotatingKVCache: 0, 2, 4, 5; 2 are quantised" in text
+    plain = make_night(result)
+    assert "layers" not in columns(rows(plain, judge(plain, CONFIG)))
 
 
 def test_a_result_from_before_bytes_were_counted_is_shown_without_them(make_result, make_night):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from tasks.config import NightlyConfig
 from tasks.judge.gate import judge
 from tasks.report.provenance import origin_tags
-from tasks.tracking.nights import find_cells, finish_night, log_night, roll_ups
+from tasks.tracking.nights import cell_params, find_cells, find_nights, finish_night, log_night, roll_ups
 from tasks.tracking.store import TrackingError, writer
 
 CONFIG = NightlyConfig(specs=("full",))
@@ -59,6 +61,8 @@ def test_a_child_holds_the_params_metrics_and_tags_of_the_design(store, make_res
         "cache.residual_length": "128",
         "cache.sink_length": "0",
         "cache.param_dtype": "float16",
+        "layers_quantized": "30",
+        "layers_kept": "none",
         "backend": "mlx",
         "dtype": "float32",
         "device": "x86-64 processor, 2 cores",
@@ -73,11 +77,39 @@ def test_a_child_holds_the_params_metrics_and_tags_of_the_design(store, make_res
     assert child.info.end_time - child.info.start_time == 20_500  # and what its parts took
 
 
+@pytest.mark.parametrize("reply", ["repeated", "lost"])
+def test_a_lost_reply_to_a_creation_leaves_one_parent_and_one_run_a_cell(store, make_result, make_night, monkeypatch, reply):
+    create = store.client.create_run
+
+    def with_a_lost_reply(*arguments, **options):
+        first = create(*arguments, **options)
+        if reply == "lost":
+            raise MlflowException("API request failed: Read timed out")
+        time.sleep(0.002)
+        return create(*arguments, **options) if first else None  # as MLflow's client repeats a request
+
+    monkeypatch.setattr(store.client, "create_run", with_a_lost_reply)
+    parent = log(store, make_night(make_result("full"), make_result()))
+    (night,) = find_nights(store)
+    cells = find_cells(store, parent)
+    assert night.info.run_id == parent and night.data.tags["kivi.verdict"] == "pass"
+    assert [cell.data.tags["kivi.verdict"] for cell in cells] == ["pass", "pass"]
+    assert {cell.info.status for cell in cells} == {"FINISHED"}
+    assert not store.client.search_runs([store.experiment_id], "attributes.status = 'RUNNING'")
+
+
 def test_a_result_of_code_that_was_changed_says_so(make_result):
     made = make_result().provenance
     ran_with = {"kivi.blas": "OpenBLAS", "kivi.package.mlx": "0.32.4", "kivi.package.mlx-lm": "0.32.2"}
     assert origin_tags(made) == {"kivi.git_sha": "0123abc", **ran_with}
     assert origin_tags(made.model_copy(update={"git_dirty": True})) == {"kivi.git_sha": "0123abc-dirty", **ran_with}
+
+
+def test_the_params_say_which_layers_keep_their_own_cache(make_result):
+    result = make_result()
+    kept = {"layers_quantized": 2, "layers_kept": {"0": "RotatingKVCache", "2": "RotatingKVCache", "3": "ArraysCache"}}
+    params = cell_params(result.model_copy(update={"provenance": result.provenance.model_copy(update=kept)}))
+    assert (params["layers_quantized"], params["layers_kept"]) == ("2", "RotatingKVCache: 0, 2; ArraysCache: 3")
 
 
 def test_every_cell_has_the_same_params(store, make_result, make_night):
