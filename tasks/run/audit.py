@@ -56,7 +56,7 @@ class AuditConfig(Config):
 def measure_audit(config: AuditConfig) -> AuditReport:
     """Audit the cache, with the host's accelerator held."""
     label = f"audit of {config.spec.slug}"
-    with holding(label):
+    with holding(label, config.deadline_s):
         reading = None
         if config.model is not None and config.needs_model:
             model = loaded_model(config.model)

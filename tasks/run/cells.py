@@ -8,6 +8,7 @@ One measurement at a time has the host's accelerator. Whoever wants to see progr
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import logging
 import threading
@@ -40,6 +41,8 @@ from tasks.sanitize import redact
 
 Progress = Callable[[str, str, int, int], None]
 
+LEAST_GRACE_S = 60.0  # beyond the deadline, for loading the model and for a step that is only slow
+STDERR = 2
 ARTIFACT_S = 5.0  # between two updates of Prefect's progress artifact, each a request to the server
 GB = 1_000_000_000
 
@@ -111,7 +114,8 @@ def run_cell(cell: Cell, prompts: PromptSet, store: ResultStore, *, reference_gb
             questions=prompts.questions() if cell.settings.answers is not None else (),
         )
 
-    finished, reused = found_or_measured(store, cell.key, CellResult, cell.label, measure, refresh=refresh)
+    deadline = cell.settings.deadline_s
+    finished, reused = found_or_measured(store, cell.key, CellResult, cell.label, measure, deadline_s=deadline, refresh=refresh)
     if reused:
         _logger().info("%s: found, measured at %s", cell.label, finished.provenance.started)
     return Finished(finished, reused)
@@ -136,14 +140,16 @@ def run_throughput(
     """
     key, name, settings = throughput_key(cells), f"throughput of {label}", cells[0].settings
 
+    deadline = sum(cell.settings.deadline_s for cell in cells)
+
     def measure() -> ThroughputResult:
         model = loaded_model(cells[0].model)
-        monitor = Monitor(Reporter(name, key), sum(cell.settings.deadline_s for cell in cells))
+        monitor = Monitor(Reporter(name, key), deadline)
         specs, texts = [cell.spec for cell in cells], prompts.texts(model.tokenizer)
         arms = measure_throughput(model, texts, specs, settings.throughput, monitor=monitor, seed=settings.seed)
         return ThroughputResult(cell_key=key, arms=arms)
 
-    timings, reused = found_or_measured(store, key, ThroughputResult, name, measure, refresh=refresh)
+    timings, reused = found_or_measured(store, key, ThroughputResult, name, measure, deadline_s=deadline, refresh=refresh)
     return _merge(cells, timings, store, reused)
 
 
@@ -191,7 +197,14 @@ def references(folder: Path, gigabytes: float) -> ReferenceStore:
 
 
 def found_or_measured(
-    store: ResultStore, key: str, kind: type[Result], label: str, measure: Callable[[], Result], *, refresh: bool = False
+    store: ResultStore,
+    key: str,
+    kind: type[Result],
+    label: str,
+    measure: Callable[[], Result],
+    *,
+    deadline_s: float | None = None,
+    refresh: bool = False,
 ) -> tuple[Result, bool]:
     """Return the result called ``key``, and whether it was there; else it is measured with the accelerator held, and stored.
 
@@ -203,6 +216,7 @@ def found_or_measured(
         kind: What it is.
         label: What people call it.
         measure: Measures it; a deadline that it makes counts from when the accelerator is held.
+        deadline_s: The same deadline, for :func:`holding`.
         refresh: Measure even when there is a result.
 
     Raises:
@@ -211,7 +225,7 @@ def found_or_measured(
     """
     found = None if refresh else store.read(key, kind, label)
     if found is None:
-        with holding(label):
+        with holding(label, deadline_s):
             found = None if refresh else store.read(key, kind, label)
             if found is None:
                 result = measure()
@@ -221,8 +235,11 @@ def found_or_measured(
 
 
 @contextmanager
-def holding(label: str) -> Iterator[None]:
+def holding(label: str, deadline_s: float | None = None) -> Iterator[None]:
     """Hold the accelerator.
+
+    Deadlines are looked at between steps. A step that never ends, as under a limit of memory, ends the process at twice the
+    deadline, by a thread of C that needs no lock of Python's; so the kernel frees the accelerator.
 
     Raises:
         CellError: whatever stopped what was done meanwhile; a person must read which measurement it was.
@@ -230,7 +247,12 @@ def holding(label: str) -> Iterator[None]:
     """
     try:
         with accelerator(label, log=_logger().info):
-            yield
+            if deadline_s is not None:
+                faulthandler.dump_traceback_later(deadline_s + max(deadline_s, LEAST_GRACE_S), exit=True, file=STDERR)
+            try:
+                yield
+            finally:
+                faulthandler.cancel_dump_traceback_later()
     except StoreError:
         raise
     except Exception as error:

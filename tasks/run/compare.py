@@ -44,7 +44,7 @@ class CompareConfig(Config):
 @task(name=LABEL, cache_policy=NO_CACHE)
 def measure_comparison(config: CompareConfig) -> ComparisonResult:
     """Compare the backends, with the host's accelerator held."""
-    with holding(LABEL):
+    with holding(LABEL, config.deadline_s):
         model = None if config.model is None else loaded_model(config.model)
         monitor = Monitor(Reporter(LABEL, "comparison"), config.deadline_s)
         return compare_backends(config.specs, settings=config.settings, model=model, monitor=monitor)

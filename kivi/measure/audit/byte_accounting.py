@@ -147,7 +147,8 @@ def check_memory(subject: Subject, settings: AuditSettings, notes: Notes) -> Non
         "active memory",
         join(wrong[-1:]),
         f"MLX's active memory grew by {show_bytes(grown[-1])}, reported are {show_bytes(said)} "
-        f"(allocations are rounded up, by at most {show_bytes(allowed)} in all); read {len(steps)} times",
+        f"(allocations are rounded up, by at most {show_bytes(allowed)} in all); read {len(steps)} times; copies outside MLX, "
+        "in numpy say, are not seen",
         reported_bytes=said,
         active_bytes=grown[-1],
         rounding_bytes=allowed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
@@ -175,6 +176,31 @@ def test_an_array_hidden_in_a_closure_is_seen_in_active_memory_alone():
     found = errors(audited(HidesInClosure, SPEC, "bytes", "memory"))
     assert set(found) == {("memory", "active memory")}
     assert "MLX's active memory grew by" in found["memory", "active memory"]
+
+
+ELSEWHERE: list[Any] = []
+
+
+class HidesInModule(KIVICache):
+    """Keeps the exact keys in its module, in MLX's memory or as numpy arrays outside it."""
+
+    outside = False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        ELSEWHERE.append(np.array(keys) if self.outside else keys)
+        return super().update_and_fetch(keys, values)
+
+
+def test_what_is_kept_in_a_module_is_seen_within_mlx_and_said_to_be_unseen_outside(monkeypatch: pytest.MonkeyPatch):
+    inside = errors(audited(HidesInModule, SPEC, "bytes", "memory"))
+    ELSEWHERE.clear()
+    monkeypatch.setattr(HidesInModule, "outside", True)
+    subject = Subject(SPEC, lambda: HidesInModule(SPEC), heads=SETTINGS.heads, head_dim=SETTINGS.head_dim)
+    outside = audit(subject, SETTINGS, names=("memory",))
+    ELSEWHERE.clear()
+    assert set(inside) == {("memory", "active memory")}
+    assert outside.passed
+    assert "copies outside MLX, in numpy say, are not seen" in outside.checks[0].findings[0].evidence
 
 
 class QuantisesEachCall(RoundTripKIVICache):
