@@ -46,8 +46,7 @@ class BatchKIVICache(PackedCache):
         super().__init__(spec)
         rows = len(left_padding)
         self._offsets = [0] * rows  # tokens of each row
-        self._skipped = [0] * rows  # columns of padding that the last call began with
-        self._taken = [0] * rows  # tokens of the last call
+        self._call: list[tuple[int, int]] = []  # of each row: padding that the last call began with, and tokens; until settled
         self._padding = Padding(left_padding)
         self._sinks: SinkRows = SinkRows(spec.sink_length, rows)
         self._codes: CodeRows = CodeRows(self._codecs, rows)
@@ -101,9 +100,7 @@ class BatchKIVICache(PackedCache):
         rows = [int(row) for row in batch_indices]
         if not rows:
             raise ValueError("no row to keep: let go of the batch instead")
-        self._offsets, self._skipped, self._taken = (
-            [numbers[row] for row in rows] for numbers in (self._offsets, self._skipped, self._taken)
-        )
+        self._offsets = [self._offsets[row] for row in rows]
         for part in (self._padding, self._sinks, self._codes, self._window):
             part.keep(rows)
 
@@ -259,7 +256,6 @@ class BatchKIVICache(PackedCache):
             batch._settle_and_check()
         self._window.require_alike([batch._window for batch in others])
         self._offsets = [offset for batch in batches for offset in batch._offsets]
-        self._skipped, self._taken = ([0] * len(self._offsets) for _ in range(2))
         self._padding.extend([batch._padding for batch in others])
         self._sinks.extend([batch._sinks for batch in others])
         self._codes.extend([batch._codes for batch in others])
@@ -271,30 +267,28 @@ class BatchKIVICache(PackedCache):
         self._settle()
         if self._unchecked.waiting:
             self._check_due()
-        self._skipped, self._taken = self._padding.take(keys.shape[-2])
+        skipped, taken = self._padding.take(keys.shape[-2])
+        self._call = list(zip(skipped, taken, strict=True))
         self._window.append(keys, values)
-        self._window.starts = [start + skip for start, skip in zip(self._window.starts, self._skipped, strict=True)]
+        self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
         # What the first query of each row would see quantised if its tokens came one at a time.
-        first = [offset + min(1, count) for offset, count in zip(self._offsets, self._taken, strict=True)]
+        first = [offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)]
         self._flush(first, calls=1 if keys.shape[-2] == 1 else 0)
-        self._offsets = [offset + count for offset, count in zip(self._offsets, self._taken, strict=True)]
+        self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
 
     def _seen(self, query: int) -> list[int]:
         """Return the tokens of each row that decide what is quantised for the last call's query in column ``query``."""
         seen = []
-        for offset, skipped, taken in zip(self._offsets, self._skipped, self._taken, strict=True):
+        for offset, (skipped, taken) in zip(self._offsets, self._call, strict=True):
             counted = min(max(query + 1 - skipped, 0), taken) if taken <= SHORT_CALL else 0
             seen.append(offset - taken + max(counted, min(1, taken)))
         return seen
 
-    def _cuts(self, length: int) -> list[int]:
-        if all(taken > SHORT_CALL for taken in self._taken):
-            return []
-        frontiers = []
-        for query in range(length):
-            rows = zip(self._seen(query), self.frontiers, strict=True)
-            frontiers.append([max(self._frontier_of(offset), frontier) for offset, frontier in rows])
-        return [query for query in range(1, length) if frontiers[query] != frontiers[query - 1]]
+    def _cuts(self, length: int) -> list[int]:  # noqa: ARG002
+        cuts = set[int]()
+        for (skipped, taken), offset, quantized in zip(self._call, self._offsets, self._codes.counts, strict=False):
+            cuts.update(skipped + token for token in self._cuts_of_row(offset - taken, taken, quantized))
+        return sorted(cuts)
 
     def _flush_for(self, query: int, length: int) -> None:  # noqa: ARG002
         self._flush(self._seen(query))
@@ -332,6 +326,7 @@ class BatchKIVICache(PackedCache):
         if (moves := self._padding.align()) is not None:
             self._window.shift(moves)
         self._flush(self._offsets)
+        self._call = []
         if self._window.capacity - self._window.longest > 2 * self.spec.group_size + MAX_CODE_QUERIES:
             self._window.make_room(0)
 

@@ -37,7 +37,7 @@ SHORT_CALL = 16  # tokens of a call up to which its queries see what they would 
 
 
 class _LongCall(threading.local):
-    """The layers of a model that this thread's last call too long for codes is through with."""
+    """The layers that were asked in this thread's last call that was no short one."""
 
     def __init__(self) -> None:
         self.caches: weakref.WeakKeyDictionary[PackedCache, None] = weakref.WeakKeyDictionary()
@@ -158,6 +158,8 @@ class PackedCache(ABC):
         """Attend to the stored numbers, which may be rotated, with queries that are rotated as the keys are."""
         length = queries.shape[-2]
         mask = self._mask_of_call(mask, length)
+        if length > SHORT_CALL:
+            _long_call.add(self)
         if length > 1 and mask is not None and (cuts := self._cuts(length)):
             return self._attend_in_parts(queries, scale, mask, sinks, cuts)
         return self._attend_as_it_is(queries, scale, mask, sinks)
@@ -193,7 +195,6 @@ class PackedCache(ABC):
         if not self._attends_on_codes(length):
             keys, values = self._restore()
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-            _long_call.add(self)
             return out.astype(queries.dtype)
         causal = isinstance(mask, str)
         columns = None if mask is None or isinstance(mask, str) else self._in_storage_order(mask)
@@ -294,7 +295,20 @@ class PackedCache(ABC):
 
     @abstractmethod
     def _cuts(self, length: int) -> list[int]:
-        """Return the queries of the last call's ``length`` from which on more is quantised, where it is a short one."""
+        """Return from which of the last call's ``length`` queries on more is quantised, in rows whose call is a short one."""
+
+    def _cuts_of_row(self, before: int, taken: int, quantized: int) -> list[int]:
+        """Return which of the ``taken`` tokens of a row's short call see more quantised than the one before them.
+
+        Args:
+            before: Tokens of the row before the call.
+            taken: Tokens of the call.
+            quantized: Tokens that its first query sees quantised.
+        """
+        due = self.spec.quantized_tokens
+        if not 1 < taken <= SHORT_CALL or due(before + taken) <= max(due(before + 1), quantized):
+            return []
+        return [token for token in range(1, taken) if due(before + token + 1) > max(due(before + token), quantized)]
 
     @abstractmethod
     def _flush_for(self, query: int, length: int) -> None:

@@ -27,7 +27,7 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from kivi.cache.overflow import NonFiniteError, in_layer, not_finite
-from kivi.cache.packed import SHORT_CALL, PackedCache, Tokens
+from kivi.cache.packed import PackedCache, Tokens
 from kivi.cache.state import STATE_ARRAYS, Value, loadable, require_state
 from kivi.cache.storage import CodeStore, ExactStore, live_arrays
 from kivi.codec import Packed
@@ -237,11 +237,7 @@ class KIVICache(PackedCache):
         self._flush(self.offset)
 
     def _cuts(self, length: int) -> list[int]:
-        before, spec = self.offset - length, self.spec
-        if length > SHORT_CALL or self.offset < self._codes.count + self._longest_exact:
-            return []
-        quantized = [max(spec.quantized_tokens(before + query + 1), self._codes.count) for query in range(length)]
-        return [query for query in range(1, length) if quantized[query] > quantized[query - 1]]
+        return self._cuts_of_row(self.offset - length, length, self._codes.count)
 
     def _flush_for(self, query: int, length: int) -> None:
         self._flush(self.offset - length + query + 1)
