@@ -7,12 +7,10 @@ falls back to another: what it cannot do raises :class:`BackendError`.
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from kivi.codec import Codec, Codecs, Packed
 from kivi.spec import BackendName
@@ -23,31 +21,9 @@ NAMES: tuple[Name, ...] = ("metal", "cuda", "mlx")  # best first: the order in w
 
 # How far attention on codes may be from exact attention on the dequantised history: the largest difference of an output over
 # the largest output, by the coarsest dtype of queries, keys and values, since the history is cast to theirs and codes are not.
-# In 16 bits these are a few roundings of an output. For numbers of ordinary size, as a normal distribution has them; what holds
-# for any is :func:`attention_bound`.
+# In 16 bits these are a few roundings of an output. For numbers of ordinary size, as a normal distribution has them;
+# docs/kernels.md has what holds for any.
 ATTENTION_BOUND = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 2e-2}
-UNIT_ROUNDOFF = {mx.float32: 2**-24, mx.float16: 2**-11, mx.bfloat16: 2**-8}  # largest relative error of a rounding
-
-
-def attention_bound(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> float:
-    """Return the largest difference of an output of attention on codes from exact attention, whatever the numbers are.
-
-    With ``u`` the roundoff of the coarsest dtype, a query and a key that are rounded once each change a score by at most
-    ``d = 2 u scale sum(|q| |k|)``. Softmax then changes each weight by a factor between ``exp(-2 d)`` and ``exp(2 d)``,
-    and so an output by at most ``expm1(2 d) max(|v|)``. Rounding values and outputs adds ``2 u max(|v|)``, sums in float32
-    the rest.
-
-    Args:
-        queries: ``[B, H_q, L, D_k]``.
-        keys: The dequantised history ``[B, H, N, D_k]``, in the dtype that it is restored to.
-        values: As ``keys``, ``[B, H, N, D_v]``.
-        scale: Factor of the scores.
-    """
-    roundoff = max(UNIT_ROUNDOFF[array.dtype] for array in (queries, keys, values))
-    asked, known, summed = (np.abs(np.array(array.astype(mx.float32))) for array in (queries, keys, values))
-    known = np.repeat(known, asked.shape[1] // known.shape[1], axis=1)
-    moved = 2 * roundoff * scale * float(np.max(asked @ known.swapaxes(-1, -2)))
-    return (math.expm1(2 * moved) + 2 * roundoff + ATTENTION_BOUND[mx.float32]) * float(np.max(summed))
 
 
 class BackendError(RuntimeError):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from kivi.backends import History
+from kivi.backends import ATTENTION_BOUND, History
 from kivi.cache.storage import CODE_STEP
 from kivi.codec import Codecs, Packed
 from kivi.quantize import group_dequantize, group_quantize, pack, padded_length
 
 import mlx.core as mx  # isort: skip  (after kivi, which loads the BLAS)
+
+
+UNIT_ROUNDOFF = {mx.float32: 2**-24, mx.float16: 2**-11, mx.bfloat16: 2**-8}  # largest relative error of a rounding
 
 
 @dataclass(frozen=True)
@@ -122,3 +126,24 @@ def _quantize(x: mx.array, axis: int, bits: int, case: Case) -> tuple[Packed, mx
     exact = group_dequantize(quantized, group_size=case.group_size, axis=axis, dtype=mx.float32, length=x.shape[axis])
     arrays = [array.swapaxes(-1, -2) if axis == -2 else array for array in quantized]
     return Packed(pack(arrays[0], bits), mx.contiguous(arrays[1]), mx.contiguous(arrays[2])), exact
+
+
+def attention_bound(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> float:
+    """Return the largest difference of an output of attention on codes from exact attention, whatever the numbers are.
+
+    With ``u`` the roundoff of the coarsest dtype, a query and a key that are rounded once each change a score by at most
+    ``d = 2 u scale sum(|q| |k|)``. Softmax then changes each weight by a factor between ``exp(-2 d)`` and ``exp(2 d)``,
+    and so an output by at most ``expm1(2 d) max(|v|)``. Rounding values and outputs adds ``2 u max(|v|)``, sums in float32
+    the rest.
+
+    Args:
+        queries: ``[B, H_q, L, D_k]``.
+        keys: The dequantised history ``[B, H, N, D_k]``, in the dtype that it is restored to.
+        values: As ``keys``, ``[B, H, N, D_v]``.
+        scale: Factor of the scores.
+    """
+    roundoff = max(UNIT_ROUNDOFF[array.dtype] for array in (queries, keys, values))
+    asked, known, summed = (np.abs(np.array(array.astype(mx.float32))) for array in (queries, keys, values))
+    known = np.repeat(known, asked.shape[1] // known.shape[1], axis=1)
+    moved = 2 * roundoff * scale * float(np.max(asked @ known.swapaxes(-1, -2)))
+    return (math.expm1(2 * moved) + 2 * roundoff + ATTENTION_BOUND[mx.float32]) * float(np.max(summed))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -10,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kivi.backends.mlx as mlx_backend
-from kivi.backends import ATTENTION_BOUND, History, attention_bound, available, resolve
+from kivi.backends import ATTENTION_BOUND, History, available, resolve
 from kivi.backends.mlx import BACKEND
 from kivi.cache.single import KIVICache
 from kivi.codec import Codec, Codecs, Packed
 from kivi.quantize import QuantizedGroups, group_dequantize, group_quantize, group_roundtrip, pack, unpack
 from kivi.spec import CacheSpec
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import attention_bound
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 PARAMS = [mx.float16, mx.float32]
