@@ -92,10 +92,10 @@ def finish_night(
         files: Text artefacts by their path.
     """
     run = store.client.get_run(parent_id)
-    close_twins(store, find_cells(store, parent_id), keep=parent_id)  # cells are all closed by now
+    cells = close_twins(store, find_cells(store, parent_id), keep=parent_id)  # those of this night are all closed by now
     close_twins(store, search(store, {"kivi.kind": "matrix", "kivi.night_key": night.key}), keep=parent_id)
     _log_roll_ups(store, run, night, verdict)
-    children = {child.data.tags["kivi.cell_key"]: child.info.run_id for child in find_cells(store, parent_id)}
+    children = {child.data.tags["kivi.cell_key"]: child.info.run_id for child in cells}
     for outcome in night.outcomes:
         store.client.set_tag(children[outcome.cell.key], "kivi.verdict", verdict.of(outcome.cell.key))
     note = shortened(note, "report.html")

@@ -145,11 +145,18 @@ def start(store: TrackingStore, name: str, started: float, tags: Mapping[str, st
         raise
 
 
-def close_twins(store: TrackingStore, runs: Iterable[Run], keep: str) -> None:
-    """Supersede those of ``runs`` that were never ended, but ``keep``: a request whose reply was lost made them, empty."""
+def close_twins(store: TrackingStore, runs: Iterable[Run], keep: str) -> list[Run]:
+    """Supersede those of ``runs`` that were never ended, but ``keep``, and return the others.
+
+    A request whose reply was lost made them, empty.
+    """
+    others = []
     for run in runs:
-        if run.info.status not in ENDED and run.info.run_id != keep:
+        if run.info.status in ENDED or run.info.run_id == keep:
+            others.append(run)
+        else:
             supersede(store, run, by=keep)
+    return others
 
 
 def fill(store: TrackingStore, run: Run, content: Content, ended: int | None = None) -> None:
