@@ -139,7 +139,6 @@ def run_throughput(
         StoreError: a result could not be kept.
     """
     key, name, settings = throughput_key(cells), f"throughput of {label}", cells[0].settings
-
     deadline = sum(cell.settings.deadline_s for cell in cells)
 
     def measure() -> ThroughputResult:
@@ -236,27 +235,36 @@ def found_or_measured(
 
 @contextmanager
 def holding(label: str, deadline_s: float | None = None) -> Iterator[None]:
-    """Hold the accelerator.
-
-    Deadlines are looked at between steps. A step that never ends, as under a limit of memory, ends the process at twice the
-    deadline, by a thread of C that needs no lock of Python's; so the kernel frees the accelerator.
+    """Hold the accelerator; what does not end ends the process long after its deadline.
 
     Raises:
         CellError: whatever stopped what was done meanwhile; a person must read which measurement it was.
         StoreError: as it was raised meanwhile; it is of the folder, and no measurement's.
     """
     try:
-        with accelerator(label, log=_logger().info):
-            if deadline_s is not None:
-                faulthandler.dump_traceback_later(deadline_s + max(deadline_s, LEAST_GRACE_S), exit=True, file=STDERR)
-            try:
-                yield
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+        with accelerator(label, log=_logger().info), _watchdog(deadline_s):
+            yield
     except StoreError:
         raise
     except Exception as error:
         raise CellError(f"{label}: {redact(str(error)) or type(error).__name__}") from error
+
+
+@contextmanager
+def _watchdog(deadline_s: float | None) -> Iterator[None]:
+    """End the process at twice the deadline, if there is one; the kernel then frees the accelerator.
+
+    Deadlines are looked at between steps, and a step may never end, as under a limit of memory. This is a thread of C, which
+    needs no lock of Python's.
+    """
+    if deadline_s is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(deadline_s + max(deadline_s, LEAST_GRACE_S), exit=True, file=STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Reporter:

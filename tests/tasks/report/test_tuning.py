@@ -26,10 +26,8 @@ CACHES = [  # spec, family, bytes, KL
 
 @pytest.fixture(scope="module")
 def tuning() -> Tuning:
-    config, candidates = (
-        TuneConfig(model="tiny|<script>"),
-        [candidate(spec, size, kl, family, flips=kl / 10, spread=0.5) for spec, family, size, kl in CACHES],
-    )
+    config = TuneConfig(model="tiny|<script>")
+    candidates = [candidate(spec, size, kl, family, flips=kl / 10, spread=0.5) for spec, family, size, kl in CACHES]
     chosen = choose(config, candidates, 0)
     return Tuning(
         digest="ab" * 32,
