@@ -14,8 +14,7 @@ UV := $(BIN)/python -m uv
 nightly: setup
 	$(BIN)/kivi nightly
 
-# In four processes or as many as there are cores, each with one thread for products; tests that share a server or a store run
-# in the same one.
+# As many processes as cores, each with one thread for products; tests that share a server or a store run in the same one.
 test test-fast: export OPENBLAS_NUM_THREADS := 1
 test: check
 	$(BIN)/python -m pytest -n auto --dist loadgroup

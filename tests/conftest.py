@@ -59,7 +59,6 @@ MakeNight = Callable[..., "Night"]
 # Rooms whose tests share a server and stores, and so a process; the others go to whichever process is free. Of operations,
 # those that share the lab's servers have one of their own.
 SHARED = {"flows": "flows", "tasks": "tasks", "operations": "servers"}
-LEAST_PROCESSES = 4  # the tests of servers wait more than they compute
 SLOW = {"kivi_command", "lab", "loaded", "prefect_server", "smoke_night", "starter", "tracking"}  # fixtures that take seconds
 
 
@@ -74,11 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
             (own / shared.name).symlink_to(shared)
         os.environ["KIVI_CACHE_DIR"] = str(own)
         config.add_cleanup(lambda: shutil.rmtree(own))
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """Return how many processes ``pytest -n auto`` starts."""
-    return max(LEAST_PROCESSES, os.cpu_count() or 1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
