@@ -46,7 +46,7 @@ class BatchKIVICache(PackedCache):
         super().__init__(spec)
         rows = len(left_padding)
         self._offsets = [0] * rows  # tokens of each row
-        self._call: list[tuple[int, int]] = []  # of each row: padding that the last call began with, and tokens; until settled
+        self._taken: list[int] = []  # tokens of each row in the last call, until it is settled
         self._padding = Padding(left_padding)
         self._sinks: SinkRows = SinkRows(spec.sink_length, rows)
         self._codes: CodeRows = CodeRows(self._codecs, rows)
@@ -267,27 +267,28 @@ class BatchKIVICache(PackedCache):
         self._settle()
         if self._unchecked.waiting:
             self._check_due()
-        skipped, taken = self._padding.take(keys.shape[-2])
-        self._call = list(zip(skipped, taken, strict=True))
+        skipped, self._taken = self._padding.take(keys.shape[-2])
         self._window.append(keys, values)
         self._window.starts = [start + skip for start, skip in zip(self._window.starts, skipped, strict=True)]
         # What the first query of each row would see quantised if its tokens came one at a time.
-        first = [offset + min(1, count) for offset, count in zip(self._offsets, taken, strict=True)]
+        first = [offset + min(1, count) for offset, count in zip(self._offsets, self._taken, strict=True)]
         self._flush(first, calls=1 if keys.shape[-2] == 1 else 0)
-        self._offsets = [offset + count for offset, count in zip(self._offsets, taken, strict=True)]
+        self._offsets = [offset + count for offset, count in zip(self._offsets, self._taken, strict=True)]
 
     def _seen(self, query: int) -> list[int]:
-        """Return the tokens of each row that decide what is quantised for the last call's query in column ``query``."""
+        """Return the tokens of each row that decide what is quantised for the last call's query in column ``query``.
+
+        A row that the call began with padding has too few tokens for a group in a short call.
+        """
         seen = []
-        for offset, (skipped, taken) in zip(self._offsets, self._call, strict=True):
-            counted = min(max(query + 1 - skipped, 0), taken) if taken <= SHORT_CALL else 0
-            seen.append(offset - taken + max(counted, min(1, taken)))
+        for offset, taken in zip(self._offsets, self._taken, strict=True):
+            seen.append(offset - taken + min(query + 1 if taken <= SHORT_CALL else 1, taken))
         return seen
 
     def _cuts(self, length: int) -> list[int]:  # noqa: ARG002
         cuts = set[int]()
-        for (skipped, taken), offset, quantized in zip(self._call, self._offsets, self._codes.counts, strict=False):
-            cuts.update(skipped + token for token in self._cuts_of_row(offset - taken, taken, quantized))
+        for offset, taken, quantized in zip(self._offsets, self._taken, self._codes.counts, strict=False):
+            cuts.update(self._cuts_of_row(offset - taken, taken, quantized))
         return sorted(cuts)
 
     def _flush_for(self, query: int, length: int) -> None:  # noqa: ARG002
@@ -326,7 +327,7 @@ class BatchKIVICache(PackedCache):
         if (moves := self._padding.align()) is not None:
             self._window.shift(moves)
         self._flush(self._offsets)
-        self._call = []
+        self._taken = []
         if self._window.capacity - self._window.longest > 2 * self.spec.group_size + MAX_CODE_QUERIES:
             self._window.make_room(0)
 
